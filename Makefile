@@ -50,8 +50,9 @@ lab: env  ## open the notebooks in JupyterLab
 reproduce: env  ## run a profile on your data: make reproduce PROFILE=locomo DATA=file [NAME=run]
 	$(VENV)/bin/memloc run $(PROFILE) $(if $(DATA),--data $(DATA)) $(if $(NAME),--name $(NAME))
 
-bench: env  ## measure the speed claims and print the ratios
-	$(PY) tests/bench.py
+RUN      ?= runs/sample
+bench: env  ## measure speed on a finished run and print ratios: make bench [RUN=runs/locomo]
+	$(PY) tests/bench.py $(RUN)
 
 clean:  ## remove caches and build leftovers; runs/ and .venv stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

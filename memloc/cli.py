@@ -16,10 +16,10 @@ from typing import Annotated, Any
 
 import typer
 
-# %% ../nbs/parts/cli.ipynb #d46472fd
+# %% ../nbs/parts/cli.ipynb #492e119f
 app = typer.Typer(help="Long-term conversational memory: retrieve, localize, generate.", no_args_is_help=True,
-                  add_completion=False, pretty_exceptions_enable=False)
-data_app = typer.Typer(help="Public data sets.", no_args_is_help=True)
+                  add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+data_app = typer.Typer(help="Public data sets.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 
 

@@ -27,7 +27,7 @@ from .artifacts import Stage, git_commit, read_json, stage_manifest, stage_table
 
 log = logging.getLogger(__name__)
 
-# %% ../nbs/08_evaluation.ipynb #0a09fcdb
+# %% ../nbs/08_evaluation.ipynb #414d1ab1
 @dataclass(frozen=True)
 class EvaluationConfig:
     "Settings of the evaluation stage."
@@ -41,7 +41,7 @@ class EvaluationConfig:
 
     def __post_init__(self):
         if self.n_bootstrap < 100 or self.seed < 0:
-            raise ValueError(f"n_bootstrap={self.n_bootstrap}, seed={self.seed}: need at least 100 resamples, seed >= 0")
+            raise ValueError(f"n_bootstrap={self.n_bootstrap}, seed={self.seed}: need n_bootstrap >= 100, seed >= 0")
         if self.exclude_abstention not in ("auto", "always", "never"):
             raise ValueError(f"exclude_abstention={self.exclude_abstention!r}: use 'auto', 'always' or 'never'")
         parse_ks(self.ks)
@@ -56,7 +56,7 @@ def parse_ks(
         raise ValueError(f"ks={ks!r}: use different whole numbers >= 1, like '1,3,5,10'")
     return tuple(sorted(int(part) for part in parts))
 
-# %% ../nbs/08_evaluation.ipynb #adb702a4
+# %% ../nbs/08_evaluation.ipynb #eb95754b
 def evidence_items(
     gold: pl.DataFrame,  # question_id, evidence_sessions list[str]; optionally evidence_groups list[list[str]]
 ) -> pl.DataFrame:       # question_id, item (i32 from 1), session_id
@@ -77,13 +77,15 @@ def group_copies(
     sessions: pl.DataFrame,  # session_id, conversation_id, source_session_id (equal for copies in one conversation)
 ) -> pl.DataFrame:           # gold with evidence_groups
     "Put evidence sessions that are copies of one another into one group."
-    origin = sessions.select("session_id", key=pl.concat_str("conversation_id", pl.col("source_session_id").fill_null(pl.col("session_id")), separator="\n"))
-    groups = (evidence_items(gold.drop("evidence_groups", strict=False)).join(origin, on="session_id", how="left")
-              .group_by("question_id", pl.col("key").fill_null(pl.col("session_id")), maintain_order=True).agg("session_id")
+    gold, name = gold.drop("evidence_groups", strict=False), pl.col("source_session_id").fill_null(pl.col("session_id"))
+    origin = sessions.select("session_id", key=pl.concat_str("conversation_id", name, separator="\n"))
+    key = pl.col("key").fill_null(pl.col("session_id"))
+    groups = (evidence_items(gold).join(origin, on="session_id", how="left", maintain_order="left")
+              .group_by("question_id", key, maintain_order=True).agg("session_id")
               .group_by("question_id", maintain_order=True).agg(evidence_groups="session_id"))
-    return gold.drop("evidence_groups", strict=False).join(groups, on="question_id", how="left", maintain_order="left")
+    return gold.join(groups, on="question_id", how="left", maintain_order="left")
 
-# %% ../nbs/08_evaluation.ipynb #cb7d7761
+# %% ../nbs/08_evaluation.ipynb #640f942e
 def evidence_ranks(
     rankings: pl.DataFrame,  # system, question_id, rank, session_id
     gold: pl.DataFrame,      # question_id, evidence_sessions; questions without evidence are skipped
@@ -107,17 +109,17 @@ def _check_rankings(rankings: pl.DataFrame, gold: pl.DataFrame) -> None:
                        | (pl.col("top") > pl.col("n"))).sort("system", "question_id")
     if len(bad):
         system, question, *_ = bad.row(0)
-        raise ValueError(f"rankings: system {system!r}, question {question!r}: ranks must be 1, 2, 3, ... and no session "
-                         f"may come twice ({len(bad)} such lists); write them anew with the stage that made them")
+        raise ValueError(f"rankings: system {system!r}, question {question!r}: ranks must be 1, 2, 3, ... and no "
+                         f"session may come twice ({len(bad)} such lists); run the stage that made them again")
     scored = evidence_items(gold).select(pl.col("question_id").unique())
     lost = (rankings.select(pl.col("system").unique()).join(scored, how="cross")
             .join(lists, on=["system", "question_id"], how="anti").sort("system", "question_id"))
     if len(lost):
         system, question = lost.row(0)
-        raise ValueError(f"rankings: system {system!r} has no ranking for question {question!r} and {len(lost) - 1} more; "
-                         "all systems must answer the same questions, so run that stage again")
+        raise ValueError(f"rankings: system {system!r} has no ranking for question {question!r} and {len(lost) - 1} "
+                         "more; all systems must answer the same questions, so run that stage again")
 
-# %% ../nbs/08_evaluation.ipynb #2b720387
+# %% ../nbs/08_evaluation.ipynb #d7aa4013
 METRICS = {"recall": "share of the evidence sessions among the first k",
            "recall_all": "1 if all evidence sessions are among the first k, else 0",
            "recall_any": "1 if at least one evidence session is among the first k, else 0",
@@ -151,8 +153,8 @@ def evaluate_rankings(
     ks: Sequence[int] = (1, 3, 5, 10),     # cut-offs
 ) -> pl.DataFrame:                         # system, question_id, metric, k, value (0 to 1)
     "Every metric at every cut-off for every question that has evidence."
-    if gold["question_id"].is_duplicated().any():
-        raise ValueError(f"gold: question {gold['question_id'].filter(gold['question_id'].is_duplicated())[0]!r} comes twice")
+    if len(twice := gold["question_id"].filter(gold["question_id"].is_duplicated())):
+        raise ValueError(f"gold: question {twice[0]!r} comes twice; run the data stage again")
     return _score(evidence_ranks(rankings, gold), ks)
 
 
@@ -174,22 +176,23 @@ def ceiling_scores(
     places = items.with_columns(system=pl.lit("ceiling"), place=pl.int_range(1, pl.len() + 1).over("question_id"))
     return _score(places.with_columns(rank="place"), ks)
 
-# %% ../nbs/08_evaluation.ipynb #5b33ef23
+# %% ../nbs/08_evaluation.ipynb #1487fb2d
 def split_gold(
     gold: pl.DataFrame,                # question_id, category, evidence_sessions, is_abstention
     dataset: str,                      # name; "auto" leaves abstention questions out where it begins with "longmemeval"
     exclude_abstention: str = "auto",  # "auto", "always" or "never"
 ) -> tuple[pl.DataFrame, pl.DataFrame]:  # gold of the scored questions; excluded: question_id, category, reason
     "Separate questions that get a retrieval score from those that cannot have one."
-    drop = exclude_abstention == "always" or (exclude_abstention == "auto" and dataset.lower().startswith("longmemeval"))
+    drop = exclude_abstention == "always"
+    drop |= exclude_abstention == "auto" and dataset.lower().startswith("longmemeval")
     abstention = pl.col("is_abstention").fill_null(False) & pl.lit(drop)
     no_evidence = pl.col("evidence_sessions").list.len().fill_null(0) == 0
     reason = pl.when(abstention).then(pl.lit("abstention question")).when(no_evidence).then(pl.lit("no gold evidence"))
     marked = gold.with_columns(reason=reason)
-    excluded = marked.filter(pl.col("reason").is_not_null()).select("question_id", "category", "reason").sort("question_id")
+    excluded = marked.drop_nulls("reason").select("question_id", "category", "reason").sort("question_id")
     return marked.filter(pl.col("reason").is_null()).drop("reason"), excluded
 
-# %% ../nbs/08_evaluation.ipynb #79d46862
+# %% ../nbs/08_evaluation.ipynb #cdf2326a
 def question_groups(
     gold: pl.DataFrame,           # scored questions: question_id, category, is_abstention
     questions: pl.DataFrame,      # question_id, conversation_id
@@ -198,8 +201,8 @@ def question_groups(
     "The groups of questions that results are reported for."
     known = questions.join(conversations, on="conversation_id", how="semi")["question_id"]
     if len(lost := gold.filter(~pl.col("question_id").is_in(known.implode()))):
-        raise ValueError(f"question {lost['question_id'][0]!r} is in gold but not among the questions of a conversation "
-                         f"({len(lost)} such); run the data stage again")
+        raise ValueError(f"question {lost['question_id'][0]!r} is in gold but not among the questions of a "
+                         f"conversation ({len(lost)} such); run the data stage again")
     table = (gold.select("question_id", "category", pl.col("is_abstention").fill_null(False))
              .join(questions.select("question_id", "conversation_id"), on="question_id", validate="1:1")
              .join(conversations.select("conversation_id", "split"), on="conversation_id"))
@@ -228,7 +231,7 @@ def intervals(
     "95 % percentile intervals of the column means."
     return np.quantile(counts @ values / len(values), [0.025, 0.975], axis=0)
 
-# %% ../nbs/08_evaluation.ipynb #8f6efb6a
+# %% ../nbs/08_evaluation.ipynb #af2b2d98
 def _matrix(per_question: pl.DataFrame) -> tuple[pl.DataFrame, list[str], np.ndarray]:
     "Cells (system, metric, k), question ids, and values of shape (n_questions, n_cells)."
     table = per_question.sort("system", "metric", "k", "question_id")
@@ -237,8 +240,8 @@ def _matrix(per_question: pl.DataFrame) -> tuple[pl.DataFrame, list[str], np.nda
     if not questions:
         raise ValueError("no scored question: every one lacks gold evidence or is excluded; see the excluded questions")
     if len(table) != len(cells)*len(questions):
-        raise ValueError(f"per-question values: {len(table)} rows for {len(cells)} cells of {len(questions)} questions; "
-                         "every system must be scored on the same questions")
+        raise ValueError(f"per-question values: {len(table)} rows for {len(cells)} cells of {len(questions)} "
+                         "questions; every system must be scored on the same questions")
     return cells, questions, table["value"].to_numpy().reshape(len(cells), len(questions)).T
 
 
@@ -247,7 +250,8 @@ def _members(groups: pl.DataFrame | None, questions: list[str]) -> dict[str, np.
     if groups is None:
         return {"all": np.arange(len(questions))}
     rows = groups.join(pl.DataFrame({"question_id": questions}).with_row_index("row"), on="question_id")
-    return {split: part["row"].sort().to_numpy() for (split,), part in rows.sort("split").group_by("split", maintain_order=True)}
+    parts = rows.sort("split", "row").partition_by("split", as_dict=True, maintain_order=True)
+    return {split: part["row"].to_numpy() for (split,), part in parts.items()}
 
 
 def summarise(
@@ -299,7 +303,7 @@ def paired_difference(
     return {"difference": float(d.mean()), "low": float(low), "high": float(high),
             "p_value": float(sign_flip_p_values(d, n_bootstrap, seed)[0]), "n": len(d)}
 
-# %% ../nbs/08_evaluation.ipynb #73785740
+# %% ../nbs/08_evaluation.ipynb #20a18cdf
 def paired_table(
     per_question: pl.DataFrame,          # from `evaluate_rankings`
     system: str,                         # the system in question
@@ -321,17 +325,18 @@ def paired_table(
             low, high = 100*intervals(a - b, counts)
             exact = [mcnemar_p_value(x, y) if metric in ("recall_all", "recall_any") else None
                      for metric, x, y in zip(keys["metric"], a.T, b.T, strict=True)]
-            found.append(keys.select(
-                pl.lit(split).alias("split"), pl.lit(system).alias("system"), pl.lit(other).alias("against"), "metric", "k",
-                difference=pl.Series((100*(a - b).mean(axis=0)).round(4)), low=pl.Series(low.round(4)), high=pl.Series(high.round(4)),
-                p_value=pl.Series(sign_flip_p_values(a - b, n_bootstrap, seed)), p_mcnemar=pl.Series(exact, dtype=pl.Float64),
-                n=pl.lit(len(rows), pl.Int64)))
-    return pl.concat(found)
+            found.append(keys.with_columns(
+                split=pl.lit(split), system=pl.lit(system), against=pl.lit(other), n=pl.lit(len(rows), pl.Int64),
+                difference=pl.Series((100*(a - b).mean(axis=0)).round(4)), low=pl.Series(low.round(4)),
+                high=pl.Series(high.round(4)), p_value=pl.Series(sign_flip_p_values(a - b, n_bootstrap, seed)),
+                p_mcnemar=pl.Series(exact, dtype=pl.Float64)))
+    return pl.concat(found).select("split", "system", "against", "metric", "k", "difference", "low", "high", "p_value",
+                                   "p_mcnemar", "n")
 
-# %% ../nbs/08_evaluation.ipynb #a18e6158
-ROWS = {"table": pl.String, "dataset": pl.String, "system": pl.String, "preset": pl.String, "encoder": pl.String, "metric": pl.String,
-        "k": pl.Int32, "value": pl.Float64, "low": pl.Float64, "high": pl.Float64, "n": pl.Int64, "split": pl.String,
-        "date": pl.String, "commit": pl.String}
+# %% ../nbs/08_evaluation.ipynb #5a028687
+ROWS = {"table": pl.String, "dataset": pl.String, "system": pl.String, "preset": pl.String, "encoder": pl.String,
+        "metric": pl.String, "k": pl.Int32, "value": pl.Float64, "low": pl.Float64, "high": pl.Float64, "n": pl.Int64,
+        "split": pl.String, "date": pl.String, "commit": pl.String}
 PRESETS = ("paper", "released", "memloc")
 
 
@@ -353,7 +358,7 @@ def as_rows(
         encoder=pl.when(no_encoder).then(pl.lit("none")).otherwise(pl.lit(encoder))).select(
         pl.col(column).cast(kind) for column, kind in ROWS.items())
 
-# %% ../nbs/08_evaluation.ipynb #bd164d3c
+# %% ../nbs/08_evaluation.ipynb #285c2ca3
 def merge_rows(
     *frames: pl.DataFrame,  # result rows, each of one metric, split and dataset
 ) -> pl.DataFrame:
@@ -361,7 +366,8 @@ def merge_rows(
     rows = pl.concat([frame.select(pl.col(column).cast(kind) for column, kind in ROWS.items()) for frame in frames])
     for column in ("metric", "split"):
         if (values := rows[column].unique().sort()).len() > 1:
-            raise ValueError(f"rows with {column} {values.to_list()} do not belong in one table; filter them by {column} first")
+            raise ValueError(f"rows with {column} {values.to_list()} do not belong in one table; "
+                             f"filter them by {column} first")
     names = {label.split("@")[0] for label in rows["dataset"]}
     files = set(rows["dataset"].filter(rows["dataset"].str.contains("@", literal=True)))
     if len({_plain(name) for name in names}) > 1 or len(files) > 1:
@@ -378,7 +384,7 @@ def _plain(dataset: str) -> str:
     name = "".join(character for character in dataset.split("@")[0].lower() if character.isalnum())
     return "longmemevals" if name in ("longmemeval", "longmemevalscleaned") else name
 
-# %% ../nbs/08_evaluation.ipynb #59505811
+# %% ../nbs/08_evaluation.ipynb #3de2a555
 @dataclass(frozen=True)
 class Table:
     "A readable table; notebooks show it with its heading and notes."
@@ -394,7 +400,8 @@ class Table:
     def _repr_markdown_(self) -> str:
         lines = [self.frame.columns, ["---"]*self.frame.width, *self.frame.iter_rows()]
         body = "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
-        return "\n".join([f"**{self.heading}**", "", body, *(["", *(f"- {note}" for note in self.notes)] if self.notes else [])])
+        notes = ["", *(f"- {note}" for note in self.notes)] if self.notes else []
+        return "\n".join([f"**{self.heading}**", "", body, *notes])
 
 
 def _cell(value: object) -> str:
@@ -409,7 +416,7 @@ def _value_text() -> pl.Expr:
     interval = pl.concat_str(pl.lit(" ["), number("low", 1), pl.lit(", "), number("high", 1), pl.lit("]")).fill_null("")
     return number("value", 2) + interval
 
-# %% ../nbs/08_evaluation.ipynb #606bbe22
+# %% ../nbs/08_evaluation.ipynb #b71f5375
 def table(
     rows: pl.DataFrame,                # result rows
     metric: str = "recall",            # one metric
@@ -423,18 +430,24 @@ def table(
         raise ValueError(f"no rows with metric {metric!r} and split {split!r}")
     k = 3 if 3 in rows["k"] else rows["k"].min()
     fields = ["table", "preset", "encoder", "dataset", "n", "date", "commit"]
-    order = rows.filter(pl.col("k") == k).sort("value", "system", descending=[True, False]).select("table", "system").unique(maintain_order=True)
+    best = rows.filter(pl.col("k") == k).sort("value", "system", descending=[True, False])
+    order = best.select("table", "system").unique(maintain_order=True)
     wide = (rows.sort("k").with_columns(text=_value_text(), at=metric + "@" + pl.col("k").cast(pl.String))
             .pivot("at", index=["system", *fields], values="text"))
     wide = order.join(wide, on=["table", "system"], how="left", maintain_order="left")
     if extra is not None:
-        wide = wide.join(extra.select("table", "system", "note"), on=["table", "system"], how="left", maintain_order="left")
+        remarks = extra.select("table", "system", "note")
+        wide = wide.join(remarks, on=["table", "system"], how="left", maintain_order="left")
     same = {name: wide[name][0] for name in fields if wide[name].n_unique() == 1}
-    lead = f"{metric}: {METRICS.get(metric, metric)}. In percent with 95 % intervals; split {split}; "
-    heading = lead + "; ".join(f"{name} {_cell(value) or '-'}" for name, value in same.items() if name != "table")
-    return Table(heading, wide.drop(same).select("system", pl.exclude("system")), list(notes))
+    told = [f"{name} {_cell(value) or '-'}" for name, value in same.items() if name != "table"]
+    if "table" not in same:  # where each table's rows come from
+        told += [f"{name}: {', '.join(filter(None, source))}" for name, *source in
+                 rows.select("table", "dataset", "date", "commit").unique(maintain_order=True).iter_rows()]
+        same |= dict.fromkeys(("dataset", "date", "commit"))
+    lead = f"{metric}: {METRICS.get(metric, metric)}. In percent with 95 % intervals; split {split}"
+    return Table("; ".join([lead, *told]), wide.drop(same).select("system", pl.exclude("system")), list(notes))
 
-# %% ../nbs/08_evaluation.ipynb #1f35ade7
+# %% ../nbs/08_evaluation.ipynb #5017b88c
 def above_ceiling(
     rows: pl.DataFrame,     # result rows to check
     ceiling: pl.DataFrame,  # rows of the system "ceiling"
@@ -443,13 +456,14 @@ def above_ceiling(
     def keyed(frame): return frame.with_columns(name=pl.col("dataset").map_elements(_plain, return_dtype=pl.String))
     keys = ["name", "metric", "k", "split"]
     limits = keyed(ceiling.filter(pl.col("system") == "ceiling")).select(*keys, ceiling="value")
-    found = keyed(rows).join(limits, on=keys, maintain_order="left").filter(pl.col("value") > pl.col("ceiling") + 0.005).drop("name")
+    found = keyed(rows).join(limits, on=keys, maintain_order="left").drop("name")
+    found = found.filter(pl.col("value") > pl.col("ceiling") + 0.005)  # half a unit of the last printed digit
     for row in found.iter_rows(named=True):
         log.warning("%s, %s: %s@%s of %.2f on %s is above the ceiling of %.2f: the metric or the questions must differ",
                     row["table"], row["system"], row["metric"], row["k"], row["value"], row["split"], row["ceiling"])
     return found
 
-# %% ../nbs/08_evaluation.ipynb #ca13d127
+# %% ../nbs/08_evaluation.ipynb #bbd49fab
 def load_paper(
     path: str | Path = "",  # a CSV of published rows; empty: the one in the repository
 ) -> tuple[pl.DataFrame, pl.DataFrame]:  # rows; notes: table, dataset, system, note
@@ -466,9 +480,10 @@ def load_paper(
     if missing := [column for column in ROWS if column not in rows.columns]:
         raise ValueError(f"{file}: lacks the columns {missing}; published rows have the columns {list(ROWS)}")
     notes = file.with_name(f"{file.stem}_notes.csv")
-    return rows.select(list(ROWS)).with_columns(pl.col(pl.String).fill_null("")), pl.read_csv(notes, schema=notes_schema) if notes.is_file() else pl.DataFrame(schema=notes_schema)
+    remarks = pl.read_csv(notes, schema=notes_schema) if notes.is_file() else pl.DataFrame(schema=notes_schema)
+    return rows.select(list(ROWS)).with_columns(pl.col(pl.String).fill_null("")), remarks
 
-# %% ../nbs/08_evaluation.ipynb #d42af34c
+# %% ../nbs/08_evaluation.ipynb #685dbbcc
 def beside_paper(
     rows: pl.DataFrame,   # our rows
     paper: pl.DataFrame,  # published rows
@@ -478,13 +493,13 @@ def beside_paper(
     "Published rows beside ours, never two metrics in one table."
     names = {_plain(label) for label in rows["dataset"]}
     def same(frame): return frame.filter(pl.col("dataset").map_elements(_plain, return_dtype=pl.String).is_in(names))
-    paper, notes = same(paper), same(notes)
-    ours = rows.filter(pl.col("split") == split)
+    paper, notes = same(paper).with_columns(split=pl.lit(split)), same(notes)
+    ours = rows.filter(pl.col("split") == split, pl.col("k").is_in(paper["k"].unique().implode()))
     metrics = [metric for metric in METRICS if metric in set(ours["metric"]) & set(paper["metric"])]
-    return [table(merge_rows(ours.filter(metric=metric, split=split), paper.filter(metric=metric).with_columns(split=pl.lit(split))).filter(
-        pl.col("k").is_in(paper["k"].unique().implode())), metric, split, extra=notes) for metric in metrics]
+    return [table(merge_rows(ours.filter(metric=metric), paper.filter(metric=metric)), metric, split, extra=notes)
+            for metric in metrics]
 
-# %% ../nbs/08_evaluation.ipynb #cf46b624
+# %% ../nbs/08_evaluation.ipynb #9e34b4be
 RANKING_STAGES = ("routing", "graph", "locator")
 
 
@@ -500,8 +515,10 @@ def read_rankings(
     for stage, ranking in tables.items():
         for system in ranking["system"].unique():
             if owners.setdefault(system, stage) != stage:
-                raise ValueError(f"system {system!r} is ranked by the stages {owners[system]!r} and {stage!r}; names must differ")
-    return pl.concat([ranking.select("system", "question_id", "rank", "session_id", "score") for ranking in tables.values()])
+                raise ValueError(f"system {system!r} is ranked by the stages {owners[system]!r} and {stage!r}; "
+                                 "names must differ")
+    columns = ["system", "question_id", "rank", "session_id", "score"]
+    return pl.concat([ranking.select(columns) for ranking in tables.values()])
 
 
 def find_system(
@@ -512,9 +529,9 @@ def find_system(
     for candidate in (name, f"view {name}"):
         if candidate in systems:
             return candidate
-    raise ValueError(f"no system {name!r}; the rankings have {sorted(systems)}: choose from these for `compare` and `against`")
+    raise ValueError(f"no system {name!r}; the rankings have {sorted(systems)}: set compare and against to these")
 
-# %% ../nbs/08_evaluation.ipynb #e0326620
+# %% ../nbs/08_evaluation.ipynb #d2d3abc5
 def dataset_label(
     run_dir: str | Path,  # folder of the run
 ) -> str:                 # like "locomo@79fa87e9"
@@ -545,11 +562,12 @@ def earlier_stages(
     "What the finished stages of a run were told and what they counted."
     paths = sorted(Path(run_dir).glob("*/manifest.json"))
     manifests = {path.parent.name: read_json(path) for path in paths if path.parent.name != "evaluation"}
-    return {stage: {"settings": manifest["settings"], "counts": manifest["counts"], "commit": manifest["commit"],
-                    "rows": {name: entry["rows"] for name, entry in manifest["outputs"].items() if entry["rows"] is not None}}
-            for stage, manifest in manifests.items()}
+    def told(manifest):
+        rows = {name: entry["rows"] for name, entry in manifest["outputs"].items() if entry["rows"] is not None}
+        return {name: manifest[name] for name in ("settings", "counts", "commit")} | {"rows": rows}
+    return {stage: told(manifest) for stage, manifest in manifests.items()}
 
-# %% ../nbs/08_evaluation.ipynb #79e20a5c
+# %% ../nbs/08_evaluation.ipynb #98f132f9
 @dataclass(frozen=True)
 class Scores:
     "All that the evaluation of a run computes."
@@ -573,19 +591,20 @@ def score_run(
     scored, excluded = split_gold(data["gold"], label, config.exclude_abstention)
     if scored.is_empty():
         raise ValueError(f"{label}: none of {len(data['gold'])} questions can be scored "
-                         f"({dict(excluded['reason'].value_counts().iter_rows())}); evaluation needs questions with gold evidence")
+                         f"({dict(excluded['reason'].value_counts().iter_rows())}); give questions with gold evidence")
     scored, rankings = group_copies(scored, data["sessions"]), read_rankings(run_dir)
     systems = rankings["system"].unique().to_list()
-    system, against = find_system(config.compare, systems), [find_system(name.strip(), systems) for name in config.against.split(",")]
+    system, *against = [find_system(name.strip(), systems) for name in [config.compare, *config.against.split(",")]]
     measured = evaluate_rankings(rankings, scored, ks)
     groups = question_groups(scored, data["questions"], data["conversations"])
     summary = summarise(pl.concat([measured, ceiling_scores(scored, ks)]), groups, config.n_bootstrap, config.seed)
+    variant = pl.col("system").str.contains(": routing, ", literal=True)
     rows = as_rows(summary, "retrieval", label, encoder_label(run_dir), date, commit).with_columns(
-        table=pl.when(pl.col("system").str.contains(": routing, ", literal=True)).then(pl.lit("ablation")).otherwise("table"))
+        table=pl.when(variant).then(pl.lit("ablation")).otherwise("table"))
     paired = paired_table(measured, system, against, groups, config.n_bootstrap, config.seed)
     return Scores(rows, measured, paired, excluded, label, len(data["gold"]))
 
-# %% ../nbs/08_evaluation.ipynb #5faa9f8e
+# %% ../nbs/08_evaluation.ipynb #165238ec
 def report_of(
     scores: Scores,            # from `score_run`
     config: EvaluationConfig,  # settings
@@ -596,7 +615,7 @@ def report_of(
     "The report of a run, for programs and for people."
     paper, notes = load_paper(config.paper_rows)
     everything = scores.rows.filter(pl.col("split") == "all")
-    beside = beside_paper(scores.rows, paper, notes)
+    beside = beside_paper(scores.rows.filter(table="retrieval"), paper, notes)
     same = paper.filter(pl.col("dataset").map_elements(_plain, return_dtype=pl.String) == _plain(scores.dataset))
     impossible = above_ceiling(pl.concat([scores.rows, same]), scores.rows)
     tests = scores.paired.filter(pl.col("split").is_in(["all", "dev", "test"]))
@@ -606,26 +625,34 @@ def report_of(
               "main": everything.to_dicts(), "paired": tests.to_dicts(), "above_ceiling": impossible.to_dicts(),
               "stages": earlier_stages(run_dir)}
     counted = ", ".join(f"{n} {reason}" for reason, n in report["excluded"].items()) or "none"
-    tables = [table(everything.filter(table=name), metric) for name in everything["table"].unique().sort(descending=True) for metric in METRICS if metric in set(everything["metric"])]
-    lines = [f"# Retrieval on {scores.dataset}", "",
-             f"{report['n_scored']:,} of {scores.n_questions:,} questions scored; excluded: {counted}. {date}, commit {commit}.", *(f"\n{shown}" for shown in tables), "\n## Paired differences, percentage points",
-             f"\n{paired_shown(tests)}", "\n## The paper's rows beside ours",
-             *(f"\n{shown}" for shown in beside or ["There are no published rows for this dataset."]),
-             f"\n{len(impossible)} rows are above the ceiling."]
-    return report, "\n".join(lines) + "\n"
+    parts = everything.sort("table", descending=True).partition_by("table", maintain_order=True)
+    tables = [table(part, metric) for part in parts for metric in METRICS if metric in part["metric"]]
+    first = (f"{report['n_scored']:,} of {scores.n_questions:,} questions scored; excluded: {counted}. "
+             f"{date}, commit {commit}.")
+    lines = [f"# Retrieval on {scores.dataset}", first, *tables, "## Paired differences", paired_shown(tests),
+             "## The paper's rows beside ours", *(beside or ["There are no published rows for this dataset."]),
+             f"{len(impossible)} rows are above the ceiling."]
+    return report, "\n\n".join(str(line) for line in lines) + "\n"
+
+
+def _p_text(column: str) -> pl.Expr:
+    "A p-value with four digits, like `0.0125` or `< 0.0001`."
+    p = pl.col(column)
+    return pl.when(p < 0.0001).then(pl.lit("< 0.0001")).otherwise(p.round(4).cast(pl.String)).alias(column)
 
 
 def paired_shown(
     paired: pl.DataFrame,  # from `paired_table`
 ) -> Table:
     "Paired differences for reading."
+    difference, low, high = (pl.col(column).round(2).cast(pl.String) for column in ("difference", "low", "high"))
     shown = paired.select("split", "system", "against", metric=pl.col("metric") + "@" + pl.col("k").cast(pl.String),
-                          difference=pl.concat_str(pl.col("difference").round(2), pl.lit(" ["), pl.col("low").round(2), pl.lit(", "),
-                                                   pl.col("high").round(2), pl.lit("]")),
-                          p_value=pl.col("p_value").round(4), p_mcnemar=pl.col("p_mcnemar").round(4), n="n")
-    return Table("Differences on the same questions with 95 % intervals, p-values of the sign-flip test and of McNemar's exact test", shown)
+                          difference=difference + " [" + low + ", " + high + "]",
+                          p_value=_p_text("p_value"), p_mcnemar=_p_text("p_mcnemar"), n="n")
+    return Table("Differences on the same questions, percentage points with 95 % intervals; p-values of the sign-flip "
+                 "test and of McNemar's exact test", shown)
 
-# %% ../nbs/08_evaluation.ipynb #93dcb1fe
+# %% ../nbs/08_evaluation.ipynb #59e42a7e
 def category_table(
     rows: pl.DataFrame,      # result rows of one table
     metric: str = "recall",  # one metric
@@ -634,22 +661,25 @@ def category_table(
 ) -> Table:
     "One line a system, one column a category with its number of questions."
     parts = rows.filter(pl.col("metric") == metric, pl.col("k") == k, pl.col("split").str.starts_with(f"{split}/"))
-    named = parts.sort("split", "system").with_columns(
-        value=pl.col("value").round(2), part=pl.concat_str(pl.col("split").str.strip_prefix(f"{split}/"), pl.lit(" (n = "), "n", pl.lit(")")))
-    first = {name: ", ".join(sorted(set(rows[name]))) for name in ("dataset", "date", "commit")}
-    heading = f"{metric}@{k} by category: {METRICS.get(metric, metric)}. In percent; split {split}; " + "; ".join(f"{key} {value or '-'}" for key, value in first.items())
+    category = pl.col("split").str.strip_prefix(f"{split}/") + " (n = " + pl.col("n").cast(pl.String) + ")"
+    named = parts.sort("split", "system").with_columns(value=pl.col("value").round(2), part=category)
+    told = [f"{name} {', '.join(sorted(set(rows[name]))) or '-'}" for name in ("dataset", "date", "commit")]
+    heading = "; ".join([f"{metric}@{k} by category: {METRICS.get(metric, metric)}. In percent; split {split}", *told])
     return Table(heading, named.pivot("part", index=["system", "encoder"], values="value").sort("system"))
 
 
 def main_systems(
-    rows: pl.DataFrame,   # result rows
+    rows: pl.DataFrame,    # result rows
     first: Sequence[str],  # systems to show in any case
-    at_most: int = 7,     # how many
+    at_most: int = 6,      # how many
 ) -> list[str]:
-    "The systems for a figure: the chosen ones, the presets, then the best by recall."
-    ranked = rows.filter(pl.col("split") == "all", pl.col("metric") == "recall", pl.col("k") == rows["k"].max(), pl.col("system") != "ceiling")
-    best = ranked.sort("value", "system", descending=[True, False])["system"].to_list()
-    return list(dict.fromkeys([*first, *(name for name in PRESETS if name in best), *best]))[:at_most]
+    "The systems for a figure: the chosen ones, the presets, then the best baselines by recall."
+    ranked = rows.filter(pl.col("system") != "ceiling").filter(split="all", metric="recall", k=rows["k"].max())
+    ranked = ranked.sort("value", "system", descending=[True, False])
+    chosen = list(dict.fromkeys([*first, *(name for name in PRESETS if name in ranked["system"])]))
+    taken = ranked.filter(pl.col("system").is_in(chosen))["value"]  # an equal value is most likely the same view again
+    others = ranked.filter(pl.col("preset") == "", ~pl.col("value").is_in(taken.implode())).unique("value", maintain_order=True)
+    return [*chosen, *others["system"]][:at_most]
 
 # %% ../nbs/08_evaluation.ipynb #5945acda
 def run_evaluation(

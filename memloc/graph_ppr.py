@@ -69,7 +69,7 @@ def _e_step(values: np.ndarray, valid: np.ndarray, parameters: tuple[np.ndarray,
     total = np.logaddexp(log_p[0], log_p[1])
     return (total*valid).sum(1)/valid.sum(1), np.exp(log_p - total)*valid
 
-# %% ../nbs/03_graph_ppr.ipynb #9f850b2f
+# %% ../nbs/03_graph_ppr.ipynb #e1376c53
 def fit_mixture(
     values: np.ndarray,                              # shape (n_rows, n_candidates)
     valid: np.ndarray,                               # which entries count, same shape; every row has at least one
@@ -77,7 +77,7 @@ def fit_mixture(
     settings: MixtureSettings = MixtureSettings(),   # stopping rule
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...]]:  # members of the higher component, mean log-likelihood (n_rows,), parameters
     "Two-component 1-D Gaussian mixtures of all rows at once (Eq. 9)."
-    values, n = np.where(valid, values, 0.0), valid.sum(1)
+    values, n = np.where(valid, values, 0.0).astype(np.float64), valid.sum(1)
     parameters = _m_step(values, np.stack([valid & ~upper, valid & upper]).astype(np.float64), n, settings.regularization)
     running = np.arange(len(values))
     last = np.full(len(values), -np.inf)
@@ -311,7 +311,7 @@ def build_graphs(
     return {conversation: join_parts(views, ids, [found[conversation, view] for view in views])
             for conversation, ids in session_ids.items()}
 
-# %% ../nbs/03_graph_ppr.ipynb #38d05c02
+# %% ../nbs/03_graph_ppr.ipynb #8d230424
 def session_adjacency(
     graph: MemoryGraph,    # a conversation's memory graph
     semantic: bool = True, # only semantic edges; False: temporal ones too
@@ -336,6 +336,7 @@ def communities(
     from graspologic.partition import leiden
 
     graph = nx.from_numpy_array(adjacency)
+    graph.remove_nodes_from(list(nx.isolates(graph)))
     found = leiden(graph, random_seed=seed) if graph.number_of_edges() else {}
     label = [found.get(node, -1 - node) for node in range(len(adjacency))]
     first = {each: number for number, each in enumerate(dict.fromkeys(label))}
@@ -399,7 +400,7 @@ def search_conversation(
     scores, empty = graph.search(routed.similarity, routed.weights, settings)
     return np.where(empty[:, None], routed.scores, scores), routed.scores, empty
 
-# %% ../nbs/03_graph_ppr.ipynb #05c43f3b
+# %% ../nbs/03_graph_ppr.ipynb #365e6391
 def _score_blocks(run_dir: str | Path, views: Sequence[str]) -> dict[str, tuple[list[str], np.ndarray]]:
     "Per conversation: question ids and raw similarities of shape (n_queries, n_views, n_sessions), sessions in date order."
     questions = stage_table(run_dir, "data", "questions").select("question_id", "conversation_id")
@@ -436,8 +437,7 @@ def run_graph(
             for system, used in ((preset, settings), (f"{preset}: seeds only", replace(settings, restart=1.0))):
                 scores, inner, empty = search_conversation(graphs[conversation], similarity, routing, used)
                 rankings.append(ranking_table(system, ids, session_ids[conversation], scores, inner))
-            flags.append(pl.DataFrame({"preset": preset, "question_id": [i for i, flag in zip(ids, empty) if flag],
-                                       "flag": "empty seed, ranked by Eq. 8"}, schema_overrides={"question_id": pl.String}))
+            flags += [(preset, question, "empty seed, ranked by Eq. 8") for question, flag in zip(ids, empty) if flag]
             n_flagged += int(empty.sum())
         edges.append(edge_table(preset, graphs))
         groups.append(community_table(preset, graphs))
@@ -457,7 +457,7 @@ def write_graph(
     edges: list[pl.DataFrame],     # per preset
     groups: list[pl.DataFrame],    # per preset
     rankings: list[pl.DataFrame],  # per conversation and system
-    flags: list[pl.DataFrame],     # per conversation and preset
+    flags: list[tuple[str, str, str]],  # preset, question_id, what happened
 ) -> None:
     "Write the stage's tables."
     inputs = [Path(run_dir)/path for path in ("data/sessions.parquet", "routing/scores.parquet", "units/units.parquet",
@@ -466,6 +466,7 @@ def write_graph(
         stage.table("edges", pl.concat(edges), ["preset", "conversation_id", "view", "source", "target", "kind"])
         stage.table("communities", pl.concat(groups), ["preset", "conversation_id", "session_id"])
         stage.table("rankings", pl.concat(rankings), ["system", "question_id", "rank"])
-        stage.table("flags", pl.concat(flags), ["preset", "question_id"])
+        stage.table("flags", pl.DataFrame(flags, schema={"preset": pl.String, "question_id": pl.String, "flag": pl.String},
+                                          orient="row"), ["preset", "question_id"])
         stage.table("summary", summary, ["preset"])
         stage.count(empty_seeds=summary["empty_seeds"].sum(), unfitted_nodes=summary["unfitted_nodes"].sum())

@@ -447,7 +447,7 @@ def build_report(
     report = order.join(found, on="granularity", how="left").fill_null(0).with_columns(pl.exclude("granularity").cast(pl.Int64))
     return report.select("granularity", "n_present", (n_sessions - pl.col("n_present")).alias("n_missing"), pl.exclude("granularity", "n_present"))
 
-# %% ../nbs/01_memory_units.ipynb #09a4f10c
+# %% ../nbs/01_memory_units.ipynb #a8bfdf38
 def plot_lengths(
     lengths: pl.DataFrame,  # columns granularity and tokens, one row a member
     max_length: int,        # tokens the encoder reads
@@ -459,13 +459,13 @@ def plot_lengths(
 
     names = [name for name in GRANULARITIES if name in set(lengths["granularity"])]
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(7.2, 0.7 + 0.45 * len(names)))
+        figure, axes = plt.subplots(figsize=(7.2, 1.2 + 0.5 * len(names)))
         axes.boxplot([lengths.filter(granularity=name)["tokens"].to_list() for name in names], orientation="horizontal", widths=0.6,
                      tick_labels=names, medianprops={"color": "#D55E00"}, flierprops={"markersize": 3})
-        axes.axvline(max_length, color="#0072B2", linestyle="--", label=f"limit: {max_length} tokens")
-        axes.set(xscale="log", xlabel="tokens per member (log scale)", ylabel="granularity")
+        axes.axvline(max_length, color="#0072B2", linestyle="--")
+        axes.set(xscale="log", xlabel="tokens per member (log scale)", ylabel="granularity",
+                 title=f"Dashed: the encoder reads {max_length} tokens")
         axes.invert_yaxis()
-        axes.legend(loc="upper right")
     plt.close(figure)
     return figure
 

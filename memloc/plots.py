@@ -143,7 +143,7 @@ def category_bars(
     figure.legend(loc="outside upper center", ncols=min(len(names), 4))
     return figure
 
-# %% ../nbs/parts/plots.ipynb #3ee0fbaf
+# %% ../nbs/parts/plots.ipynb #de769ed7
 @_styled
 def interval_dots(
     rows: pl.DataFrame,      # result rows in long form, ours and published ones
@@ -156,7 +156,7 @@ def interval_dots(
     ceiling = found.filter(pl.col("system") == "ceiling")
     found = found.filter(pl.col("system") != "ceiling").sort("value", "system")
     published = found["table"].str.starts_with("paper").to_list()
-    figure, axes = _canvas((7.2, 1.4 + 0.3*len(found)))
+    figure, axes = _canvas((9, 1.2 + 0.28*len(found)))
     for y, (row, hollow) in enumerate(zip(found.iter_slices(1), published, strict=True)):
         axes.errorbar(row["value"], [y], xerr=_whiskers(row), fmt="D" if hollow else "o", capsize=3,
                       color=PALETTE[1] if hollow else PALETTE[0], markerfacecolor="white" if hollow else None)
@@ -166,5 +166,5 @@ def interval_dots(
     names = [f"{name} ({table})" if hollow else name
              for name, table, hollow in zip(found["system"], found["table"], published, strict=True)]
     axes.set(title=f"{_at(metric, k)} with 95 % intervals, split {split}, n = {found['n'].max() or 0:,}", ylabel="system",
-             xlabel=f"{_at(metric, k)} in percent", yticks=range(len(found)), yticklabels=names)
+             xlabel=f"{_at(metric, k)} in percent", yticks=range(len(found)), yticklabels=names, ylim=(-0.7, len(found) - 0.3))
     return figure

@@ -1,4 +1,5 @@
-"""Metrics against independent implementations, statistics against scipy and statsmodels, and the stage on a tiny run."""
+"""Metrics against independent implementations, statistics against scipy and statsmodels, the stage on a tiny run."""
+
 import json
 import logging
 import math
@@ -48,16 +49,30 @@ KS = (1, 3, 5, 10)
 
 def ranking_frame(lists):
     "{(system, question_id): [session_id, ...]} as a rankings table."
-    rows = [(system, question, rank, session, 1 / rank) for (system, question), sessions in lists.items()
-            for rank, session in enumerate(sessions, 1)]
-    return pl.DataFrame(rows, schema={"system": pl.String, "question_id": pl.String, "rank": pl.Int32, "session_id": pl.String,
-                                      "score": pl.Float64}, orient="row")
+    rows = [
+        (system, question, rank, session, 1 / rank)
+        for (system, question), sessions in lists.items()
+        for rank, session in enumerate(sessions, 1)
+    ]
+    return pl.DataFrame(
+        rows,
+        schema={
+            "system": pl.String,
+            "question_id": pl.String,
+            "rank": pl.Int32,
+            "session_id": pl.String,
+            "score": pl.Float64,
+        },
+        orient="row",
+    )
 
 
 def gold_frame(evidence):
     "{question_id: [session_id, ...]} as a gold table."
-    return pl.DataFrame({"question_id": list(evidence), "evidence_sessions": list(evidence.values())},
-                        schema={"question_id": pl.String, "evidence_sessions": pl.List(pl.String)})
+    return pl.DataFrame(
+        {"question_id": list(evidence), "evidence_sessions": list(evidence.values())},
+        schema={"question_id": pl.String, "evidence_sessions": pl.List(pl.String)},
+    )
 
 
 def values_of(scores):
@@ -70,9 +85,13 @@ def problems(draw):
     "Random rankings, whole or cut, and evidence, some of it not ranked."
     n_sessions, n_questions = draw(st.integers(1, 14)), draw(st.integers(1, 4))
     sessions = [f"s{i:02d}" for i in range(n_sessions)]
-    lists = {("a", f"q{i}"): draw(st.permutations(sessions))[:draw(st.integers(1, n_sessions))] for i in range(n_questions)}
-    evidence = {f"q{i}": draw(st.lists(st.sampled_from([*sessions, "elsewhere"]), min_size=1, max_size=6, unique=True))
-                for i in range(n_questions)}
+    lists = {
+        ("a", f"q{i}"): draw(st.permutations(sessions))[: draw(st.integers(1, n_sessions))] for i in range(n_questions)
+    }
+    evidence = {
+        f"q{i}": draw(st.lists(st.sampled_from([*sessions, "elsewhere"]), min_size=1, max_size=6, unique=True))
+        for i in range(n_questions)
+    }
     return lists, evidence
 
 
@@ -82,8 +101,11 @@ def test_metrics_agree_with_ir_measures(problem):
     lists, evidence = problem
     ours = values_of(evaluate_rankings(ranking_frame(lists), gold_frame(evidence), KS))
     qrels = [ir_measures.Qrel(question, session, 1) for question, sessions in evidence.items() for session in sessions]
-    run = [ir_measures.ScoredDoc(question, session, -rank) for (_, question), sessions in lists.items()
-           for rank, session in enumerate(sessions)]
+    run = [
+        ir_measures.ScoredDoc(question, session, -rank)
+        for (_, question), sessions in lists.items()
+        for rank, session in enumerate(sessions)
+    ]
     names = {R: "recall", nDCG: "ndcg", RR: "mrr"}
     wanted = [measure @ k for measure in names for k in KS]
     n_compared = 0
@@ -96,11 +118,13 @@ def test_metrics_agree_with_ir_measures(problem):
 
 def plain_lme_ndcg(flags, n_relevant, k):
     "LongMemEval's definition as a loop: the first value whole, then 1/log2(2), 1/log2(3), ..."
+
     def gain(values):
         total = 0.0
         for i, value in enumerate(values[:k]):
             total += value if i == 0 else value / math.log2(i + 1)
         return total
+
     return gain(flags) / gain([1] * n_relevant)
 
 
@@ -117,7 +141,11 @@ def test_all_any_and_lme_ndcg_agree_with_loops(problem):
             flags = [int(session in evidence[question]) for session in sessions]
             expected = plain_lme_ndcg(flags, len(evidence[question]), k)
             assert ours[system, question, "ndcg_lme", k] == pytest.approx(expected, abs=1e-12)
-            assert ours[system, question, "recall_all", k] <= ours[system, question, "recall", k] <= ours[system, question, "recall_any", k]
+            assert (
+                ours[system, question, "recall_all", k]
+                <= ours[system, question, "recall", k]
+                <= ours[system, question, "recall_any", k]
+            )
 
 
 @settings(max_examples=40, deadline=None)
@@ -133,11 +161,18 @@ def test_nothing_exceeds_the_ceiling(problem):
 
 
 def test_copies_of_a_session_are_one_item():
-    sessions = pl.DataFrame({"session_id": ["c/s0", "c/s1", "c/s2", "c/s3"], "conversation_id": "c",
-                             "source_session_id": ["x", "y", "x", None]})
+    sessions = pl.DataFrame(
+        {
+            "session_id": ["c/s0", "c/s1", "c/s2", "c/s3"],
+            "conversation_id": "c",
+            "source_session_id": ["x", "y", "x", None],
+        }
+    )
     gold = group_copies(gold_frame({"q": ["c/s0", "c/s1", "c/s2"], "p": ["c/s3"], "none": []}), sessions)
     assert gold["evidence_groups"].to_list() == [[["c/s0", "c/s2"], ["c/s1"]], [["c/s3"]], None]
-    rankings = ranking_frame({("a", "q"): ["c/s2", "c/s1", "c/s0", "c/s3"], ("a", "p"): ["c/s3", "c/s0", "c/s1", "c/s2"]})
+    rankings = ranking_frame(
+        {("a", "q"): ["c/s2", "c/s1", "c/s0", "c/s3"], ("a", "p"): ["c/s3", "c/s0", "c/s1", "c/s2"]}
+    )
     ours = values_of(evaluate_rankings(rankings, gold, (1, 2)))
     assert ours["a", "q", "recall", 1] == 0.5
     assert ours["a", "q", "recall_all", 2] == ours["a", "q", "ndcg", 2] == 1.0
@@ -145,16 +180,24 @@ def test_copies_of_a_session_are_one_item():
 
 
 def test_repeated_and_missing_evidence():
-    assert evidence_items(gold_frame({"q": ["s1", "s1"], "p": [], "r": ["s2"]})).rows() == [("q", 1, "s1"), ("r", 1, "s2")]
-    nothing = pl.DataFrame({"question_id": ["q"], "evidence_sessions": [None]}, schema_overrides={"evidence_sessions": pl.List(pl.String)})
+    assert evidence_items(gold_frame({"q": ["s1", "s1"], "p": [], "r": ["s2"]})).rows() == [
+        ("q", 1, "s1"),
+        ("r", 1, "s2"),
+    ]
+    nothing = pl.DataFrame(
+        {"question_id": ["q"], "evidence_sessions": [None]}, schema_overrides={"evidence_sessions": pl.List(pl.String)}
+    )
     assert evidence_items(nothing).is_empty()
 
 
-@pytest.mark.parametrize(("lists", "message"), [
-    ({("a", "q"): ["s1", "s1"]}, "system 'a', question 'q': ranks must be"),
-    ({("a", "p"): ["s1"]}, "system 'a' has no ranking for question 'q'"),
-    ({("a", "q"): ["s1"], ("b", "p"): ["s1"]}, "system 'b' has no ranking for question 'q'"),
-])
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ({("a", "q"): ["s1", "s1"]}, "system 'a', question 'q': ranks must be"),
+        ({("a", "p"): ["s1"]}, "system 'a' has no ranking for question 'q'"),
+        ({("a", "q"): ["s1"], ("b", "p"): ["s1"]}, "system 'b' has no ranking for question 'q'"),
+    ],
+)
 def test_broken_rankings_are_refused(lists, message):
     with pytest.raises(ValueError, match=message):
         evaluate_rankings(ranking_frame(lists), gold_frame({"q": ["s1"]}))
@@ -168,7 +211,8 @@ def test_ranks_must_start_at_one():
 
 def test_abstention_by_dataset():
     gold = gold_frame({"q1": ["s"], "q2": ["s"], "q3": []}).with_columns(
-        category=pl.Series(["single-hop", "adversarial", "temporal"]), is_abstention=pl.Series([False, True, None]))
+        category=pl.Series(["single-hop", "adversarial", "temporal"]), is_abstention=pl.Series([False, True, None])
+    )
     assert split_gold(gold, "locomo@79fa87e9")[0]["question_id"].to_list() == ["q1", "q2"]
     scored, excluded = split_gold(gold, "longmemeval_s@12345678")
     assert scored["question_id"].to_list() == ["q1"]
@@ -189,7 +233,9 @@ def test_intervals_agree_with_scipy():
     values = np.random.default_rng(3).choice([0, 0.5, 1], size=(300, 2), p=[0.3, 0.2, 0.5])
     low, high = intervals(values, resample_counts(300, 4000, seed=5))
     for column in range(2):
-        theirs = scipy.stats.bootstrap((values[:, column],), np.mean, method="percentile", n_resamples=4000, rng=1).confidence_interval
+        theirs = scipy.stats.bootstrap(
+            (values[:, column],), np.mean, method="percentile", n_resamples=4000, rng=1
+        ).confidence_interval
         assert low[column] == pytest.approx(theirs.low, abs=0.006)
         assert high[column] == pytest.approx(theirs.high, abs=0.006)
 
@@ -198,8 +244,14 @@ def test_sign_flips_agree_with_scipy():
     rng = np.random.default_rng(4)
     a = rng.choice([0.0, 0.5, 1.0], size=80)
     b = np.where(rng.random(80) < 0.3, rng.choice([0.0, 1.0], size=80), a)
-    theirs = scipy.stats.permutation_test((a, b), lambda x, y, axis: (x - y).mean(axis=axis), permutation_type="samples",
-                                          n_resamples=20_000, vectorized=True, rng=2).pvalue
+    theirs = scipy.stats.permutation_test(
+        (a, b),
+        lambda x, y, axis: (x - y).mean(axis=axis),
+        permutation_type="samples",
+        n_resamples=20_000,
+        vectorized=True,
+        rng=2,
+    ).pvalue
     assert sign_flip_p_values((a - b)[:, None], 20_000, 7)[0] == pytest.approx(theirs, abs=0.02)
 
 
@@ -218,14 +270,22 @@ def test_mcnemar_agrees_with_statsmodels():
 def test_summary_and_pairs_match_plain_means():
     rankings, gold = random_scores(120, ["a", "b"])
     scores = evaluate_rankings(rankings, gold)
-    groups = pl.DataFrame({"split": ["all"] * 120 + ["dev"] * 30, "question_id": [f"q{i:04d}" for i in [*range(120), *range(30)]]})
+    groups = pl.DataFrame(
+        {"split": ["all"] * 120 + ["dev"] * 30, "question_id": [f"q{i:04d}" for i in [*range(120), *range(30)]]}
+    )
     summary = summarise(scores, groups, n_bootstrap=300, seed=1)
-    dev = scores.filter(pl.col("question_id") < "q0030").group_by("system", "metric", "k").agg((100 * pl.col("value").mean()).alias("plain"))
+    dev = (
+        scores.filter(pl.col("question_id") < "q0030")
+        .group_by("system", "metric", "k")
+        .agg((100 * pl.col("value").mean()).alias("plain"))
+    )
     both = summary.filter(pl.col("split") == "dev").join(dev, on=["system", "metric", "k"])
     assert len(both) == 2 * 6 * 4 and both["n"].unique().to_list() == [30]
     assert (both["value"] - both["plain"]).abs().max() < 1e-3
     assert ((summary["low"] <= summary["value"] + 1e-6) & (summary["value"] <= summary["high"] + 1e-6)).all()
-    one = {name: scores.filter(system=name, metric="ndcg", k=5).sort("question_id")["value"].to_numpy() for name in "ab"}
+    one = {
+        name: scores.filter(system=name, metric="ndcg", k=5).sort("question_id")["value"].to_numpy() for name in "ab"
+    }
     alone = paired_difference(one["a"], one["b"], n_bootstrap=300, seed=1)
     row = paired_table(scores, "a", ["b"], groups, 300, 1).filter(split="all", metric="ndcg", k=5).row(0, named=True)
     assert row["difference"] == pytest.approx(100 * alone["difference"], abs=1e-3)
@@ -251,12 +311,31 @@ def test_fast_enough():
 
 
 def rows_for(systems, split="all", dataset="locomo@79fa87e9", **changes):
-    summary = pl.DataFrame([{"system": system, "metric": "recall", "k": k, "value": 10.0 * k, "low": 9.0 * k, "high": 10.5 * k, "n": 50,
-                             "split": split} for system in systems for k in (3, 5)])
-    return as_rows(summary, "retrieval", dataset, "minilm", "2026-01-02", "abc1234").with_columns(**{k: pl.lit(v) for k, v in changes.items()})
+    summary = pl.DataFrame(
+        [
+            {
+                "system": system,
+                "metric": "recall",
+                "k": k,
+                "value": 10.0 * k,
+                "low": 9.0 * k,
+                "high": 10.5 * k,
+                "n": 50,
+                "split": split,
+            }
+            for system in systems
+            for k in (3, 5)
+        ]
+    )
+    return as_rows(summary, "retrieval", dataset, "minilm", "2026-01-02", "abc1234").with_columns(
+        **{k: pl.lit(v) for k, v in changes.items()}
+    )
 
 
-@pytest.mark.parametrize("change", [{"metric": "recall_all"}, {"split": "dev"}, {"dataset": "locomo@00000000"}, {"dataset": "other"}, {"commit": "z"}])
+@pytest.mark.parametrize(
+    "change",
+    [{"metric": "recall_all"}, {"split": "dev"}, {"dataset": "locomo@00000000"}, {"dataset": "other"}, {"commit": "z"}],
+)
 def test_merging_what_differs_is_refused(change):
     with pytest.raises(ValueError):
         merge_rows(rows_for(["a"]), rows_for(["a"], **change))
@@ -286,9 +365,14 @@ def test_paper_rows():
     assert len(paper.join(notes, on=["table", "dataset", "system"], how="anti")) == 0
     full = paper.filter(dataset="locomo", system="MemLoc (Full)", metric="recall").sort("k")["value"].to_list()
     assert full == [77.85, 81.72, 90.09]
-    assert paper.filter(table="paper Table 9", system="MemLoc w/o locator", metric="recall", k=3)["value"].to_list() == [53.19]
+    assert paper.filter(table="paper Table 9", system="MemLoc w/o locator", metric="recall", k=3)[
+        "value"
+    ].to_list() == [53.19]
     others = paper.filter(metric="recall_all")
-    assert dict(others.group_by("dataset").agg(pl.col("n").first()).iter_rows()) == {"locomo": 1986, "longmemeval_s": 470}
+    assert dict(others.group_by("dataset").agg(pl.col("n").first()).iter_rows()) == {
+        "locomo": 1986,
+        "longmemeval_s": 470,
+    }
     found = (others["value"] * others["n"] / 100).round() * 100 / others["n"]
     assert (found - others["value"]).abs().max() < 0.00501  # a whole number of questions each
 
@@ -304,16 +388,38 @@ def test_impossible_rows_are_reported(caplog):
 def make_run(folder, dataset="locomo", n=40, seed=0):
     "A run folder as the stages before evaluation leave it: two conversations, six sessions each, four systems."
     rng, conversations = np.random.default_rng(seed), ["c1", "c2"]
-    sessions = pl.DataFrame([{"session_id": f"{c}/s{i:03d}", "conversation_id": c, "source_session_id": f"session_{i}"}
-                             for c in conversations for i in range(6)])
-    questions = pl.DataFrame([{"question_id": f"{c}/q{i:03d}", "conversation_id": c, "question": "?"} for c in conversations for i in range(n // 2)])
+    sessions = pl.DataFrame(
+        [
+            {"session_id": f"{c}/s{i:03d}", "conversation_id": c, "source_session_id": f"session_{i}"}
+            for c in conversations
+            for i in range(6)
+        ]
+    )
+    questions = pl.DataFrame(
+        [
+            {"question_id": f"{c}/q{i:03d}", "conversation_id": c, "question": "?"}
+            for c in conversations
+            for i in range(n // 2)
+        ]
+    )
     kinds = ["multi-hop", "temporal", "single-hop", "adversarial"]
     gold = questions.select("question_id").with_columns(
-        category=pl.Series([kinds[i % 4] for i in range(n)]), is_abstention=pl.Series([i % 4 == 3 for i in range(n)]),
-        evidence_sessions=pl.Series([[f"{c}/s{j:03d}" for j in rng.choice(6, 1 + (i % 4 == 0), replace=False)] if i else []
-                                     for i, c in enumerate(questions["conversation_id"])], dtype=pl.List(pl.String)))
+        category=pl.Series([kinds[i % 4] for i in range(n)]),
+        is_abstention=pl.Series([i % 4 == 3 for i in range(n)]),
+        evidence_sessions=pl.Series(
+            [
+                [f"{c}/s{j:03d}" for j in rng.choice(6, 1 + (i % 4 == 0), replace=False)] if i else []
+                for i, c in enumerate(questions["conversation_id"])
+            ],
+            dtype=pl.List(pl.String),
+        ),
+    )
     with Stage(folder, "data", {"dataset": dataset}) as stage:
-        stage.table("conversations", pl.DataFrame({"conversation_id": conversations, "split": ["dev", "test"]}), "conversation_id")
+        stage.table(
+            "conversations",
+            pl.DataFrame({"conversation_id": conversations, "split": ["dev", "test"]}),
+            "conversation_id",
+        )
         stage.table("sessions", sessions, "session_id")
         stage.table("questions", questions, "question_id")
         stage.table("gold", gold, "question_id")
@@ -329,10 +435,17 @@ def make_run(folder, dataset="locomo", n=40, seed=0):
             lists[system, question] = sorted(names, key=lambda name: -rng.random() - skill * (name in evidence))
         return ranking_frame(lists)
 
-    systems = {"routing": {"BM25 session": 0.4, "view turn": 0.1, "memloc: routing": 0.5, "memloc: routing, uniform": 0.4}, "graph": {"memloc": 0.8}}
+    systems = {
+        "routing": {"BM25 session": 0.4, "view turn": 0.1, "memloc: routing": 0.5, "memloc: routing, uniform": 0.4},
+        "graph": {"memloc": 0.8},
+    }
     for name, parts in systems.items():
         with Stage(folder, name, {}) as stage:
-            stage.table("rankings", pl.concat([ranked(system, skill) for system, skill in parts.items()]), ["system", "question_id", "rank"])
+            stage.table(
+                "rankings",
+                pl.concat([ranked(system, skill) for system, skill in parts.items()]),
+                ["system", "question_id", "rank"],
+            )
     return folder
 
 
@@ -350,8 +463,16 @@ def test_stage_writes_everything(tmp_path):
     assert set(rows.filter(pl.col("encoder") == "none")["system"]) == {"BM25 session", "ceiling"}
     assert set(rows.filter(table="ablation")["system"]) == {"memloc: routing, uniform"}
     written = {path.name for path in (tmp_path / "evaluation").iterdir()}
-    assert written == {"rows.parquet", "rows.csv", "per_question.parquet", "paired.parquet", "excluded.parquet", "report.json", "report.md",
-                       "manifest.json"}
+    assert written == {
+        "rows.parquet",
+        "rows.csv",
+        "per_question.parquet",
+        "paired.parquet",
+        "excluded.parquet",
+        "report.json",
+        "report.md",
+        "manifest.json",
+    }
     back = pl.read_csv(tmp_path / "evaluation" / "rows.csv", schema=ROWS).with_columns(pl.col(pl.String).fill_null(""))
     assert back.equals(stage_table(tmp_path, "evaluation", "rows"))
     assert stage_table(tmp_path, "evaluation", "excluded").rows() == [("c1/q000", "multi-hop", "no gold evidence")]
@@ -391,7 +512,9 @@ def test_published_rows_stand_beside_ours_by_metric(tmp_path):
     rows = run_evaluation(CONFIG, make_run(tmp_path)).filter(table="retrieval")
     recall, recall_all = beside_paper(rows, *load_paper())
     assert "MemLoc (Full)" in recall.frame["system"].to_list() and "SeCom" not in recall.frame["system"].to_list()
-    assert "SeCom" in recall_all.frame["system"].to_list() and "MemLoc (Full)" not in recall_all.frame["system"].to_list()
+    assert (
+        "SeCom" in recall_all.frame["system"].to_list() and "MemLoc (Full)" not in recall_all.frame["system"].to_list()
+    )
     assert recall.frame.filter(system="MemLoc (Full)")["note"].to_list()[0].startswith("fractional recall")
     assert beside_paper(rows.with_columns(dataset=pl.lit("sample@1")), *load_paper()) == []
 

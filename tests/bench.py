@@ -1,0 +1,148 @@
+"""Speed as ratios measured in one run, on the nodes of a finished run: `make bench [RUN=runs/locomo]`."""
+
+import argparse
+import resource
+import time
+from pathlib import Path
+
+import igraph
+import numpy as np
+import polars as pl
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.mixture import GaussianMixture
+
+from memloc.artifacts import git_commit, stage_array, stage_manifest, stage_table
+from memloc.evaluation import evaluate_rankings
+from memloc.graph_ppr import (
+    GraphEdges, _score_blocks, candidate_table, fit_mixture, graph_preset, join_parts, propagate, seed_mass, session_scores,
+    temporal_edges, two_means_split, unit_similarity)
+from memloc.memory_units import UnitIndex
+from memloc.routing import ranking_table, route, routing_preset
+
+
+def seconds(call, repeat: int = 3) -> tuple[float, object]:
+    "Best time of a few calls, and the last result."
+    best, result = np.inf, None
+    for _ in range(repeat):
+        start = time.perf_counter()
+        result = call()
+        best = min(best, time.perf_counter() - start)
+    return best, result
+
+
+def sklearn_members(row: np.ndarray, upper: np.ndarray | None = None) -> tuple[np.ndarray, float]:
+    "scikit-learn's mixture of one row, from its default start or from a given split."
+    if upper is None:
+        fitted = GaussianMixture(2, random_state=0)
+    else:
+        groups = [row[~upper], row[upper]]
+        fitted = GaussianMixture(2, weights_init=[len(g)/len(row) for g in groups], means_init=[[g.mean()] for g in groups],
+                                 precisions_init=[[[1/(g.var() + 1e-6)]] for g in groups])
+    label = fitted.fit_predict(row[:, None])
+    return label == fitted.means_.ravel().argmax(), fitted.score(row[:, None])
+
+
+def sklearn_rows(values, valid, starts=None) -> list[tuple[np.ndarray, float]]:
+    return [sklearn_members(row[mask], None if starts is None else starts[i][mask])
+            for i, (row, mask) in enumerate(zip(values, valid, strict=True))]
+
+
+def graphs_of(similarities: dict, member_rows: dict, ids: dict, views) -> dict:
+    "Memory graphs from given semantic members, for any way of fitting."
+    out = {}
+    for conversation, sessions in ids.items():
+        parts = []
+        for view in views:
+            similarity, index, members = similarities[conversation, view], *member_rows[conversation, view]
+            row, column = np.nonzero(members)
+            later, earlier = temporal_edges(np.isfinite(np.diag(similarity)))
+            source, target = np.r_[row, later], np.r_[index[row, column], earlier]
+            parts.append(GraphEdges(source, target, np.arange(len(source)) < len(row), similarity[source, target]))
+        out[conversation] = join_parts(views, sessions, parts)
+    return out
+
+
+def bench_mixture_and_walk(run: str, preset: str) -> None:
+    routing, settings = routing_preset(preset), graph_preset(preset)
+    sessions = stage_table(run, "data", "sessions").sort("conversation_id", "position")
+    ids = {key: part["session_id"].to_list() for (key,), part in sessions.partition_by("conversation_id", as_dict=True, maintain_order=True).items()}
+    blocks = _score_blocks(run, routing.views)
+    ids = {key: ids[key] for key in blocks}
+    units = UnitIndex(stage_table(run, "units", "units"), stage_array(run, "units", "vectors"), sessions)
+    similarities = {(c, v): unit_similarity(units, c, v) for c in ids for v in routing.views}
+    tables = {key: candidate_table(each, settings.n_candidates) for key, each in similarities.items()}
+    values = np.concatenate([value for _, value in tables.values()])
+    valid = np.isfinite(values)
+    spread = np.where(valid, values, -np.inf).max(1) - np.where(valid, values, np.inf).min(1)
+    keep = (valid.sum(1) >= 3) & (spread >= 1e-6)
+    rows, mask = np.nan_to_num(values[keep]), valid[keep]
+    ours_s, (ours, likelihood, start) = seconds(lambda: (*fit_mixture(rows, mask, s := two_means_split(rows, mask))[:2], s))
+    default_s, default = seconds(lambda: sklearn_rows(rows, mask), 1)
+    given = sklearn_rows(rows, mask, start)
+    same = np.mean([(a[m] == b).all() for a, m, (b, _) in zip(ours, mask, given, strict=True)])
+    gap = np.abs(likelihood - [value for _, value in given]).max()
+    agree = np.mean([(a[m] == b).all() for a, m, (b, _) in zip(ours, mask, default, strict=True)])
+    print(f"{preset}: mixture of {len(rows)} nodes: scikit-learn, per node / batched = {default_s/ours_s:.0f} times")
+    print(f"{preset}: same start: equal members {100*same:.2f} %, largest difference of log-likelihood a point {gap:.1e}")
+    print(f"{preset}: scikit-learn's default start: equal members {100*agree:.1f} %")
+    theirs = np.zeros_like(valid)
+    for row, m, (members, _) in zip(np.flatnonzero(keep), mask, default, strict=True):
+        theirs[row, m] = members
+    mine = np.zeros_like(valid)
+    mine[keep] = ours
+    ends = np.cumsum([len(index) for index, _ in tables.values()])[:-1]
+    gold, recall = stage_table(run, "data", "gold"), {}
+    for name, members in {"batched": mine, "scikit-learn": theirs}.items():
+        dealt = {key: (index, part) for (key, (index, _)), part in zip(tables.items(), np.split(members, ends), strict=True)}
+        graphs = graphs_of(similarities, dealt, ids, routing.views)
+        ranked = pl.concat([rank(graphs[c], c, blocks[c], ids[c], routing, settings) for c in ids])
+        table = evaluate_rankings(ranked, gold, ks=(3, 10))
+        recall[name] = {k: table.filter((pl.col("metric") == "recall") & (pl.col("k") == k))["value"].mean()*100 for k in (3, 10)}
+    print(f"{preset}: recall@3 / @10 with either: " + "; ".join(f"{n} {v[3]:.2f} / {v[10]:.2f}" for n, v in recall.items()))
+    bench_walk(preset, graphs, blocks, ids, routing, settings)
+
+
+def rank(graph, conversation, block, session_ids, routing, settings) -> pl.DataFrame:
+    question_ids, similarity = block
+    routed = route(similarity, routing)
+    scores, _ = graph.search(routed.similarity, routed.weights, settings)
+    return ranking_table("x", question_ids, session_ids, scores, routed.scores)
+
+
+def bench_walk(preset, graphs, blocks, ids, routing, settings) -> None:
+    "All questions at once against one exact solve and one PRPACK call per question."
+    seeds = {c: seed_mass((r := route(blocks[c][1], routing)).similarity, r.weights, settings.n_seeds)[0] for c in ids}
+    all_s, found = seconds(lambda: {c: propagate(graphs[c].transition, seeds[c], settings.restart) for c in ids})
+    whole_s, _ = seconds(lambda: [session_scores(propagate(graphs[c].transition, seed_mass((r := route(blocks[c][1], routing)).similarity,
+                         r.weights, settings.n_seeds)[0], settings.restart), len(routing.views)) for c in ids])
+    first = next(iter(ids))
+    a = graphs[first].transition.toarray()
+    exact_s, exact = seconds(lambda: np.linalg.solve(np.eye(len(a)) - (1 - settings.restart)*a, settings.restart*seeds[first]))
+    one_s, _ = seconds(lambda: propagate(graphs[first].transition, seeds[first], settings.restart))
+    n = len(ids[first])
+    pairs = sorted({tuple(sorted((int(s) + v*n, int(t) + v*n))) for v, part in enumerate(graphs[first].edges)
+                    for s, t in zip(part.source, part.target, strict=True)})
+    graph = igraph.Graph(len(a), pairs)
+    prpack_s, prpack = seconds(lambda: [graph.personalized_pagerank(reset=c.tolist(), damping=1 - settings.restart, directed=False)
+                                        for c in seeds[first].T], 1)
+    linked = np.asarray(graph.degree()) > 0
+    n_queries = sum(s.shape[1] for s in seeds.values())
+    print(f"{preset}: walk of all {n_queries} questions {all_s:.2f} s, with routing and seeds {whole_s:.2f} s (limit 3 s)")
+    print(f"{preset}: first conversation: exact solve / batched walk = {exact_s/one_s:.1f} times, PRPACK / batched walk = {prpack_s/one_s:.0f} times")
+    print(f"{preset}: largest difference to the exact solve {np.abs(found[first] - exact).max():.1e}, to PRPACK (linked nodes) "
+          f"{np.abs(found[first] - np.array(prpack).T)[linked].max():.1e}")
+
+
+if __name__ == "__main__":
+    import warnings
+
+    warnings.simplefilter("ignore", ConvergenceWarning)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", nargs="?", default="runs/sample", help="a finished run")
+    run = parser.parse_args().run
+    if not (Path(run)/"graph/manifest.json").is_file():
+        parser.error(f"{run} is not a finished run; `make run` makes runs/sample, `make reproduce` the others")
+    print(f"{stage_manifest(run, 'data')['settings']['dataset']} in {run}, commit {git_commit()}")
+    for preset in ("paper", "released", "memloc"):
+        bench_mixture_and_walk(run, preset)
+    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024:.0f} MiB")
