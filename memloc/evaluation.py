@@ -652,7 +652,7 @@ def paired_shown(
     return Table("Differences on the same questions, percentage points with 95 % intervals; p-values of the sign-flip "
                  "test and of McNemar's exact test", shown)
 
-# %% ../nbs/08_evaluation.ipynb #59e42a7e
+# %% ../nbs/08_evaluation.ipynb #57ae9c41
 def category_table(
     rows: pl.DataFrame,      # result rows of one table
     metric: str = "recall",  # one metric
@@ -678,8 +678,8 @@ def main_systems(
     ranked = ranked.sort("value", "system", descending=[True, False])
     chosen = list(dict.fromkeys([*first, *(name for name in PRESETS if name in ranked["system"])]))
     taken = ranked.filter(pl.col("system").is_in(chosen))["value"]  # an equal value is most likely the same view again
-    others = ranked.filter(pl.col("preset") == "", ~pl.col("value").is_in(taken.implode())).unique("value", maintain_order=True)
-    return [*chosen, *others["system"]][:at_most]
+    others = ranked.filter(pl.col("preset") == "", ~pl.col("value").is_in(taken.implode()))
+    return [*chosen, *others.unique("value", maintain_order=True)["system"]][:at_most]
 
 # %% ../nbs/08_evaluation.ipynb #5945acda
 def run_evaluation(

@@ -90,7 +90,7 @@ def _at(metric: str, k: int | None = None) -> str:
     "A metric's name for a label, like `recall@3`."
     return f"{metric}@{'k' if k is None else k}"
 
-# %% ../nbs/parts/plots.ipynb #f290c3e1
+# %% ../nbs/parts/plots.ipynb #28b46cb4
 @_styled
 def recall_curves(
     rows: pl.DataFrame,                    # result rows in long form, values in percent
@@ -101,7 +101,7 @@ def recall_curves(
     "One line a system over the cut-off k, with intervals; the ceiling dashed."
     found, names = _select(rows, metric, pl.col("split") == split, systems)
     ks = found["k"].unique().sort().to_list()
-    figure, axes = _canvas()
+    figure, axes = _canvas((7.2, 5))
     drawn = [name for name in names if name != "ceiling"]
     for i, name in enumerate(drawn):
         line = found.filter(pl.col("system") == name).sort("k")
@@ -112,7 +112,7 @@ def recall_curves(
         axes.plot([ks.index(k) for k in ceiling["k"]], ceiling["value"], color=GREY, linestyle="--", label="ceiling")
     axes.set(title=f"{_at(metric)} with 95 % intervals, split {split}, n = {found['n'].max():,}", xlabel="sessions shown, k",
              ylabel=f"{_at(metric)} in percent", xticks=range(len(ks)), xticklabels=[str(k) for k in ks])
-    figure.legend(loc="outside right upper")
+    figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 # %% ../nbs/parts/plots.ipynb #664461a6

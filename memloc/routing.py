@@ -284,10 +284,10 @@ def stack_views(
     "Views in a fixed order, as `route` wants them."
     return np.stack([similarities[name] for name in views], axis=1)
 
-# %% ../nbs/02_routing.ipynb #cd11f0ad
+# %% ../nbs/02_routing.ipynb #dce0eed0
 TABLE8_SUBSETS = (("session", "turn"), ("session", "event"), ("session", "summary"), ("turn", "event"), ("event", "summary"),
                   ("turn", "event", "session"), ("turn", "event", "session", "summary"), ("turn", "event", "session", "keyword"))
-BASELINES = {"BM25 session": "lexical:time+session", "BM25 turn": "lexical:turn:max"}
+BASELINES = {"BM25 session": "lexical:time+session", "BM25 session, undated": "lexical:session", "BM25 turn": "lexical:turn:max"}
 
 
 def subset_settings(settings: RoutingSettings) -> Iterator[tuple[str, RoutingSettings]]:
@@ -335,7 +335,7 @@ def chosen_presets(config: RoutingConfig) -> dict[str, RoutingSettings]:
     return {name: routing_preset(name, weights=config.weights, temperature=config.temperature, scale=config.scale,
                                  views=views) for name in names}
 
-# %% ../nbs/02_routing.ipynb #927b6687
+# %% ../nbs/02_routing.ipynb #e34e3019
 def run_encoder(run_dir: str | Path):
     "The encoder that the run's units stage used."
     from memloc.encoders import Encoder
@@ -370,7 +370,8 @@ def run_routing(
             rankings.append(ranking_table(system, ids, session_ids, routed.scores))
             if system.endswith(": routing"):
                 weights.append(weight_table(system.removesuffix(": routing"), ids, settings.views, routed))
-        for system, view in [*BASELINES.items(), *((f"view {view}", view) for view in views)]:
+        alone = [(f"view {view}", view) for view in views if view not in BASELINES.values()]
+        for system, view in [*BASELINES.items(), *alone]:
             rankings.append(ranking_table(system, ids, session_ids, similarities[view]))
     return write_routing(config, run_dir, scores, weights, rankings)
 

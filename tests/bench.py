@@ -14,8 +14,19 @@ from sklearn.mixture import GaussianMixture
 from memloc.artifacts import git_commit, stage_array, stage_manifest, stage_table
 from memloc.evaluation import evaluate_rankings
 from memloc.graph_ppr import (
-    GraphEdges, _score_blocks, candidate_table, fit_mixture, graph_preset, join_parts, propagate, seed_mass, session_scores,
-    temporal_edges, two_means_split, unit_similarity)
+    GraphEdges,
+    _score_blocks,
+    candidate_table,
+    fit_mixture,
+    graph_preset,
+    join_parts,
+    propagate,
+    seed_mass,
+    session_scores,
+    temporal_edges,
+    two_means_split,
+    unit_similarity,
+)
 from memloc.memory_units import UnitIndex
 from memloc.routing import ranking_table, route, routing_preset
 

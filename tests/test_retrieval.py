@@ -14,12 +14,34 @@ from memloc.data import DataConfig, load, run_data
 from memloc.encoders import Encoder
 from memloc.evaluation import EvaluationConfig, run_evaluation
 from memloc.graph_ppr import (
-    GraphConfig, GraphEdges, candidate_table, communities, fit_mixture, join_parts, propagate, run_graph, seed_mass,
-    semantic_edges, session_adjacency, session_scores, similar_members, two_means_split)
+    GraphConfig,
+    GraphEdges,
+    candidate_table,
+    communities,
+    fit_mixture,
+    join_parts,
+    propagate,
+    run_graph,
+    seed_mass,
+    semantic_edges,
+    session_adjacency,
+    session_scores,
+    similar_members,
+    two_means_split,
+)
 from memloc.memory_units import UnitsConfig, run_units
 from memloc.routing import (
-    MEMLOC_VIEWS, ROUTING_PRESETS, RoutingConfig, aggregate, parse_view, ranking_table, relative_entropy, route,
-    routing_weights, run_routing)
+    MEMLOC_VIEWS,
+    ROUTING_PRESETS,
+    RoutingConfig,
+    aggregate,
+    parse_view,
+    ranking_table,
+    relative_entropy,
+    route,
+    routing_weights,
+    run_routing,
+)
 
 LOCOMO = Path(__file__).resolve().parents[2]/"shared/data/locomo/locomo10.json"
 needs_locomo = pytest.mark.skipif(not LOCOMO.is_file(), reason=f"{LOCOMO} is not there")
