@@ -14,7 +14,7 @@ export GOMP_SPINCOUNT         ?= 0
 export OMP_NUM_THREADS        ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test sync outputs lab reproduce bench clean
+.PHONY: help env run test sync outputs lab reproduce results bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -51,6 +51,9 @@ reproduce: env  ## run a profile on your data: make reproduce PROFILE=locomo DAT
 	$(VENV)/bin/memloc run $(PROFILE) $(if $(DATA),--data $(DATA)) $(if $(NAME),--name $(NAME))
 
 RUN      ?= runs/sample
+results: env  ## keep the figures of a run: make results RUN=runs/locomo NAME=locomo
+	$(PY) -m memloc.results $(RUN) $(NAME)
+
 bench: env  ## measure speed on a finished run and print ratios: make bench [RUN=runs/locomo]
 	$(PY) tests/bench.py $(RUN)
 

@@ -311,7 +311,7 @@ def build_graphs(
     return {conversation: join_parts(views, ids, [found[conversation, view] for view in views])
             for conversation, ids in session_ids.items()}
 
-# %% ../nbs/03_graph_ppr.ipynb #8d230424
+# %% ../nbs/03_graph_ppr.ipynb #945420f2
 def session_adjacency(
     graph: MemoryGraph,    # a conversation's memory graph
     semantic: bool = True, # only semantic edges; False: temporal ones too
@@ -345,13 +345,17 @@ def communities(
 
 def layout(
     adjacency: np.ndarray,  # symmetric weights, shape (n_sessions, n_sessions), at least 4 sessions
+    seed: int = 1,          # random seed of the springs
 ) -> np.ndarray:            # positions, shape (n_sessions, 2)
-    "Positions by graspologic's Laplacian spectral embedding; sessions with like neighbours lie close."
+    "Positions for a drawing: graspologic's Laplacian spectral embedding, then networkx's springs against overlap."
+    import networkx as nx
     from graspologic.embed import LaplacianSpectralEmbed
 
     linked = adjacency + 0.1*(adjacency.sum() > 0)*(1 - np.eye(len(adjacency)))
-    position = LaplacianSpectralEmbed(n_components=3, form="R-DAD", svd_seed=0, algorithm="full").fit_transform(linked)
-    return position[:, 1:3]*np.sign(position[:, 1:3].sum(0) + 1e-12)
+    spectral = LaplacianSpectralEmbed(n_components=3, form="R-DAD", svd_seed=0, algorithm="full").fit_transform(linked)[:, 1:3]
+    start = {node: place for node, place in enumerate(spectral*np.sign(spectral.sum(0) + 1e-12))}
+    sprung = nx.spring_layout(nx.from_numpy_array(adjacency), pos=start, seed=seed, iterations=100, k=1.5/len(adjacency)**0.5)
+    return np.array([sprung[node] for node in range(len(adjacency))])
 
 # %% ../nbs/03_graph_ppr.ipynb #77159667
 @dataclass(frozen=True)

@@ -46,21 +46,21 @@ def own_kernel() -> type:  # a kernel manager class for nbclient and papermill
 
     return OwnKernel
 
-# %% ../nbs/parts/notebooks.ipynb #bc436f22
+# %% ../nbs/parts/notebooks.ipynb #c65e598c
 KERNEL_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": "0",
                       "OMP_NUM_THREADS": "2"}
 
 
 @contextmanager
 def kernel_environment() -> Iterator[None]:
-    "Set the variables of `KERNEL_ENVIRONMENT` that the user has not set, for the time of the block."
-    missing = {name: value for name, value in KERNEL_ENVIRONMENT.items() if name not in os.environ}
-    os.environ.update(missing)
+    "Set what a kernel needs for the time of the block: the user's own settings win, except that plots always go inline."
+    before = dict(os.environ)
+    os.environ.update(KERNEL_ENVIRONMENT | before | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"})
     try:
         yield
     finally:
-        for name in missing:
-            os.environ.pop(name, None)
+        os.environ.clear()
+        os.environ.update(before)
 
 # %% ../nbs/parts/notebooks.ipynb #d02d93d4
 def skip_marked(
