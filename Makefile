@@ -52,7 +52,7 @@ reproduce: env  ## run a profile on your data: make reproduce PROFILE=locomo DAT
 
 RUN      ?= runs/sample
 results: env  ## keep the figures of a run: make results RUN=runs/locomo NAME=locomo
-	$(PY) -m memloc.results $(RUN) $(NAME)
+	$(PY) -c 'from memloc.results import publish; publish("$(RUN)", "$(NAME)")'
 
 bench: env  ## measure speed on a finished run and print ratios: make bench [RUN=runs/locomo]
 	$(PY) tests/bench.py $(RUN)
