@@ -13,18 +13,20 @@ import polars as pl
 
 from .artifacts import replacing
 
-# %% ../nbs/parts/results.ipynb #0eb86d63
+# %% ../nbs/parts/results.ipynb #ae1b9992
 KEPT_SPLITS = ("all", "dev", "test")
 
 
 def rows_to_keep(
     rows: pl.DataFrame,  # a run's rows.csv
 ) -> pl.DataFrame:       # the rows worth committing, sorted
-    "Retrieval, answer and evidence rows, and ablations on whole splits."
+    "Whole splits with all metrics; categories of `all` and ablations with recall only."
     dirty = rows.filter(pl.col("commit").str.contains(r"\+|unknown"))["commit"].unique().to_list()
     if dirty:
         raise ValueError(f"rows of commit {dirty[0]!r} cannot be kept: commit the changes, run again, then keep the results")
-    chosen = rows.filter((pl.col("table") != "ablation") | pl.col("split").is_in(KEPT_SPLITS))
+    whole, recall = pl.col("split").is_in(KEPT_SPLITS), pl.col("metric") == "recall"
+    ablation = pl.col("table") == "ablation"
+    chosen = rows.filter((whole & (recall | ~ablation)) | (pl.col("split").str.starts_with("all/") & recall & ~ablation))
     return chosen.sort("table", "split", "system", "metric", "k")
 
 
