@@ -109,7 +109,7 @@ def similar_members(
         members[fitted] = fit_mixture(rows, mask, two_means_split(rows, mask), settings)[0]
     return members, fitted
 
-# %% ../nbs/03_graph_ppr.ipynb #7b95af2d
+# %% ../nbs/03_graph_ppr.ipynb #fa539cd8
 CANDIDATES = ("earlier", "all")
 
 
@@ -121,6 +121,8 @@ def candidate_table(
     "The most similar candidates of each node, ties by position."
     if candidates not in CANDIDATES:
         raise ValueError(f"candidates {candidates!r} is unknown; choose one of {', '.join(CANDIDATES)}")
+    if n_candidates < 1:
+        raise ValueError(f"n_candidates must be at least 1, not {n_candidates}; the paper uses 20")
     n_sessions = len(similarity)
     allowed = np.tri(n_sessions, k=-1, dtype=bool) if candidates == "earlier" else ~np.eye(n_sessions, dtype=bool)
     ranked = np.where(allowed & np.isfinite(similarity), similarity, -np.inf)

@@ -10,7 +10,7 @@ __all__ = ['AGGREGATIONS', 'WEIGHTS', 'SCALES', 'PAPER_VIEWS', 'RELEASED_VIEWS',
            'stack_views', 'subset_settings', 'routed_systems', 'RoutingConfig', 'chosen_presets', 'run_encoder',
            'run_routing', 'score_table', 'weight_table', 'write_routing']
 
-# %% ../nbs/02_routing.ipynb #e8009cc4
+# %% ../nbs/02_routing.ipynb #8de09edb
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +21,9 @@ import polars as pl
 
 from .artifacts import Stage, stage_array, stage_manifest, stage_table
 from .lexical import LexicalIndex
-from .memory_units import UnitIndex, UnitsConfig
+from .memory_units import GRANULARITIES, UnitIndex, UnitsConfig
 
-# %% ../nbs/02_routing.ipynb #f7ce3c0c
+# %% ../nbs/02_routing.ipynb #c04f27bb
 AGGREGATIONS = ("centroid", "mean", "max", "whole", "topN")
 
 
@@ -51,6 +51,8 @@ def parse_view(
     if how not in allowed and not (top and not lexical):
         raise ValueError(f"view {name!r}: a {'lexical' if lexical else 'dense'} view cannot use {how!r}")
     parts = tuple(granularities.split("+"))
+    if unknown := [part for part in parts if part not in GRANULARITIES]:
+        raise ValueError(f"view {name!r}: granularity {unknown[0]!r} is not one of {', '.join(GRANULARITIES)}")
     if len(parts) > 1 and not (lexical and how == "whole"):
         raise ValueError(f"view {name!r}: only a lexical view of whole texts can join granularities")
     return View(name, "lexical" if lexical else "dense", parts, "top" if top else how, int(top or 0))
@@ -313,7 +315,7 @@ def routed_systems(
             systems |= {f"{name}: routing, {label}": changed for label, changed in subset_settings(settings)}
     return systems
 
-# %% ../nbs/02_routing.ipynb #91a8dbc5
+# %% ../nbs/02_routing.ipynb #c15231df
 @dataclass(frozen=True)
 class RoutingConfig:
     "Settings of the routing stage."
@@ -328,7 +330,11 @@ class RoutingConfig:
 
 def chosen_presets(config: RoutingConfig) -> dict[str, RoutingSettings]:
     "The presets named in the config, with its overrides."
+    if not isinstance(config.presets, str) or not isinstance(config.views, str | None):
+        raise TypeError(f"presets {config.presets!r} and views {config.views!r} must be text, names separated by commas")
     views = tuple(view.strip() for view in config.views.split(",")) if config.views else None
+    for view in views or ():
+        parse_view(view)
     names = [name.strip() for name in config.presets.split(",") if name.strip()]
     if not names:
         raise ValueError(f"presets {config.presets!r} names none; choose from {', '.join(ROUTING_PRESETS)}")

@@ -35,6 +35,7 @@ from memloc.routing import (
     ROUTING_PRESETS,
     RoutingConfig,
     aggregate,
+    chosen_presets,
     parse_view,
     ranking_table,
     relative_entropy,
@@ -258,10 +259,21 @@ def test_equal_scores_are_ordered_by_the_second_score_then_by_id():
     assert table["session_id"].to_list() == ["b", "a", "c", "d"]
 
 
-@pytest.mark.parametrize("name", ["", "turn:", "lexical:", "turn:top0", "lexical:turn:top2", "turn:whole", "Turn", "a b"])
+@pytest.mark.parametrize("name", ["", "turn:", "lexical:", "turn:top0", "lexical:turn:top2", "turn:whole", "Turn", "a b", "nonsense", "lexical:session+nonsense"])
 def test_bad_view_names_are_refused_with_the_name(name):
     with pytest.raises(ValueError, match="view"):
         parse_view(name)
+
+
+@pytest.mark.parametrize("views", [{"nonsense": None}, ["session"], "session,turn:middle"])
+def test_views_of_the_wrong_kind_are_refused(views):
+    with pytest.raises((TypeError, ValueError), match="view"):
+        chosen_presets(RoutingConfig(views=views))
+
+
+def test_no_candidates_is_refused():
+    with pytest.raises(ValueError, match="n_candidates must be at least 1"):
+        semantic_edges([np.eye(3)], n_candidates=0)
 
 
 def test_unknown_weights_are_refused():
