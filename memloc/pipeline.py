@@ -291,7 +291,7 @@ def run_stage(
                          "its last cell must write its files through Stage")
     return {"seconds": round(time.perf_counter() - started, 1), "peak_memory_mib": kernel.peak_mib}
 
-# %% ../nbs/parts/pipeline.ipynb #d7f359cf
+# %% ../nbs/parts/pipeline.ipynb #f19cfa9c
 REPORT_FILES = ("report.json", "rows.csv", "report.html")
 _STYLE = """body {font: 16px/1.5 sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222}
 pre {background: #f6f6f6; padding: .5rem; overflow-x: auto; font-size: 13px} img {max-width: 100%}
@@ -302,12 +302,15 @@ table {border-collapse: collapse; font-size: 13px} td, th {border: 1px solid #cc
 def notebook_html(
     path: str | Path,   # an executed notebook
 ) -> str:               # a page that needs nothing from outside
-    "A notebook as one HTML page."
+    "What a stage notebook shows when it is run, or the whole of any other notebook, as one HTML page."
     import nbformat
     from nbconvert import HTMLExporter
 
-    exporter = HTMLExporter(template_name="basic", embed_images=True)
-    body, _ = exporter.from_notebook_node(nbformat.read(path, as_version=4))
+    notebook = nbformat.read(path, as_version=4)
+    start = [i for i, cell in enumerate(notebook.cells) if cell.source.startswith("## Run this stage")]
+    exporter = HTMLExporter(template_name="basic", embed_images=True, exclude_input=bool(start))
+    notebook.cells = notebook.cells[start[-1] + 1:] if start else notebook.cells
+    body, _ = exporter.from_notebook_node(notebook)
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{Path(path).stem}</title>\n'
             f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n")
 
