@@ -85,7 +85,7 @@ def run(
     else:
         typer.echo("\n".join(str(path) for path in done.report) or f"{done.folder}: no report in this profile")
 
-# %% ../nbs/parts/cli.ipynb #7e73b7d7
+# %% ../nbs/parts/cli.ipynb #59f5cc0c
 @app.command()
 def lint(
     file: Annotated[Path, typer.Argument(help="A data file: JSON, JSONL, also packed with gzip or xz.")],
@@ -104,7 +104,8 @@ def lint(
         _show(loaded.lint.to_dicts())
     else:
         console = Console()
-        Console(width=console.width if console.is_terminal else 160).print(lint_table(loaded, rows))
+        Console(width=console.width if console.is_terminal else 160).print(
+            lint_table(loaded, rows) if loaded.lint.height else f"{file.name}: {loaded.questions.height} questions, nothing irregular")
 
 # %% ../nbs/parts/cli.ipynb #e5d99834
 @data_app.command("list")

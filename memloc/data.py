@@ -151,7 +151,7 @@ def identify(
                              "may not compare with published ones. If you trust the file, set allow_unknown_hash=True")
         log.add("the whole file", "sha256", "unknown release", sha256, "noted", "accepted by allow_unknown_hash")
 
-# %% ../nbs/00_data.ipynb #bdf5c7af
+# %% ../nbs/00_data.ipynb #a7821229
 def _tables(dataset: str, content: bytes, name: str, allow_unknown_hash: bool) -> Dataset:
     "Tables of the unpacked content of a file."
     sha256, log = hashlib.sha256(content).hexdigest(), LintLog(name)
@@ -178,7 +178,7 @@ def load(
     if dataset == "sample" and not path:
         path = sample_path()
     if not path:
-        raise ValueError(f"dataset={dataset!r} needs the path of a file; only the sample is shipped")
+        raise ValueError(f"dataset={dataset!r} needs the path of a file (`--data FILE`); only the sample is shipped, `memloc data fetch` gets the public sets")
     loaded = _tables(dataset, read_content(path), Path(path).name, allow_unknown_hash)
     if captions:
         return loaded
