@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['logger', 'REPORT_FILES', 'find_root', 'Step', 'Profile', 'profile_path', 'load_profile', 'parse_parameters',
            'resolve_parameters', 'package_hash', 'stage_key', 'locked', 'StageError', 'peak_memory', 'run_stage',
-           'notebook_html', 'publish', 'Run', 'run_profile']
+           'notebook_html', 'publish', 'set_aside', 'Run', 'run_profile']
 
 # %% ../nbs/parts/pipeline.ipynb #c9d9f7e6
 import difflib
@@ -331,6 +331,13 @@ def publish(
         temporary.write_text(notebook_html(run_dir/"notebooks"/step.notebook.name), "utf-8")
     return [run_dir/name for name in REPORT_FILES if (run_dir/name).is_file()]
 
+# %% ../nbs/parts/pipeline.ipynb #97f83444
+def set_aside(path: Path) -> None:
+    "Move a file of an older run to `previous/` beside it."
+    if path.is_file():
+        (path.parent/"previous").mkdir(exist_ok=True)
+        path.replace(path.parent/"previous"/path.name)
+
 # %% ../nbs/parts/pipeline.ipynb #4c61c8ee
 @dataclass(frozen=True)
 class Run:
@@ -366,7 +373,7 @@ def _up_to_date(step: Step, key: str, run_dir: Path, log: dict[str, Any]) -> boo
             and (run_dir/"notebooks"/step.notebook.name).is_file()
             and not changed_outputs(run_dir, step.stage))
 
-# %% ../nbs/parts/pipeline.ipynb #76521adc
+# %% ../nbs/parts/pipeline.ipynb #e9db35e0
 def run_profile(
     profile: str,                               # a profile's name, or the path of a YAML file
     data: str | Path | None = None,             # a data file; the same as the parameter `data`
@@ -388,7 +395,7 @@ def run_profile(
                 logger.info("%s up to date", label)
             else:
                 for file_name in REPORT_FILES:
-                    (run_dir/file_name).unlink(missing_ok=True)
+                    set_aside(run_dir/file_name)
                 log["stages"].pop(step.stage, None)
                 write_json(log, run_dir/"run.json")
                 log["host"][step.stage] = run_stage(step, run_dir, root)
