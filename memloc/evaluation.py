@@ -5,13 +5,12 @@
 # %% auto #0
 __all__ = ['log', 'METRICS', 'ROWS', 'PRESETS', 'RANKING_STAGES', 'EvaluationConfig', 'parse_ks', 'evidence_items',
            'group_copies', 'evidence_ranks', 'metric_expressions', 'evaluate_rankings', 'ceiling_scores', 'split_gold',
-           'question_groups', 'resample_counts', 'intervals', 'summarise', 'sign_flip_p_values', 'mcnemar_p_value',
-           'paired_difference', 'paired_table', 'as_rows', 'merge_rows', 'Table', 'table', 'above_ceiling',
-           'load_paper', 'beside_paper', 'read_rankings', 'find_system', 'dataset_label', 'encoder_label',
-           'earlier_stages', 'Scores', 'score_run', 'report_of', 'paired_shown', 'category_table', 'main_systems',
-           'run_evaluation']
+           'question_groups', 'as_rows', 'merge_rows', 'Table', 'table', 'above_ceiling', 'load_paper', 'beside_paper',
+           'summarise_scores', 'Located', 'read_located', 'model_label', 'read_scored_answers', 'judged', 'score_table',
+           'read_rankings', 'find_system', 'dataset_label', 'encoder_label', 'earlier_stages', 'Scores', 'score_run',
+           'report_of', 'score_tables', 'paired_shown', 'category_table', 'main_systems', 'run_evaluation']
 
-# %% ../nbs/08_evaluation.ipynb #5dce38f7
+# %% ../nbs/08_evaluation.ipynb #56b8e699
 import datetime
 import importlib.util
 import logging
@@ -19,15 +18,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
 import polars as pl
-from scipy.stats import binomtest
 
+from .answer_metrics import (ANSWER_METRICS, COST_METRICS, EVIDENCE_METRICS, TEXT_METRICS, answer_costs,
+                                   constant_answers, correct_answers, correct_gold, every_turn, evidence_scores, finished,
+                                   gold_answers, load_corrections, locator_costs, read_answers, score_answers, stage_seconds)
 from .artifacts import Stage, git_commit, read_json, stage_manifest, stage_table
+from .judge import VERDICTS, examine_judge, judge, judge_items, judge_scores, prompt_agreement
+from .uncertainty import (intervals, macro_means, mcnemar_p_value, paired_difference, paired_table, resample_counts,
+                                sign_flip_p_values, summarise)
 
 log = logging.getLogger(__name__)
 
-# %% ../nbs/08_evaluation.ipynb #414d1ab1
+# %% ../nbs/08_evaluation.ipynb #1d08cabe
 @dataclass(frozen=True)
 class EvaluationConfig:
     "Settings of the evaluation stage."
@@ -38,10 +41,15 @@ class EvaluationConfig:
     against: str = "BM25 session"     # its opponents, separated by commas
     exclude_abstention: str = "auto"  # "auto" (LongMemEval only), "always" or "never"
     paper_rows: str = ""              # CSV of published rows; empty: the shipped one, where the repository is at hand
+    corrections: str = ""             # CSV of known errors in the gold answers; empty: none
+    bert_encoder: str = ""            # "minilm", "mpnet" or a folder adds BERTScore
+    judge_model: str = ""             # a chat model, like "local:smollm2"; empty: no judge
+    judge_questions: int = 0          # questions judged, >= 0; 0: all
 
     def __post_init__(self):
-        if self.n_bootstrap < 100 or self.seed < 0:
-            raise ValueError(f"n_bootstrap={self.n_bootstrap}, seed={self.seed}: need n_bootstrap >= 100, seed >= 0")
+        if self.n_bootstrap < 100 or self.seed < 0 or self.judge_questions < 0:
+            raise ValueError(f"n_bootstrap={self.n_bootstrap}, seed={self.seed}, judge_questions={self.judge_questions}: "
+                             "need n_bootstrap >= 100, seed >= 0, judge_questions >= 0")
         if self.exclude_abstention not in ("auto", "always", "never"):
             raise ValueError(f"exclude_abstention={self.exclude_abstention!r}: use 'auto', 'always' or 'never'")
         parse_ks(self.ks)
@@ -214,126 +222,7 @@ def question_groups(
         parts.append(answerable.select(pl.col("split") + "/answerable", "question_id"))
     return pl.concat(parts).unique().sort("split", "question_id")
 
-# %% ../nbs/08_evaluation.ipynb #4161a0a7
-def resample_counts(
-    n: int,            # questions
-    n_bootstrap: int,  # resamples
-    seed: int,         # for the generator
-) -> np.ndarray:       # shape (n_bootstrap, n): how often a resample drew each question; rows sum to n
-    "Bootstrap resamples of n questions."
-    return np.random.default_rng(seed).multinomial(n, np.full(n, 1/n), size=n_bootstrap).astype(float)
-
-
-def intervals(
-    values: np.ndarray,  # per-question values, shape (n, n_cells)
-    counts: np.ndarray,  # from `resample_counts`, shape (n_bootstrap, n)
-) -> np.ndarray:         # low and high end, shape (2, n_cells)
-    "95 % percentile intervals of the column means."
-    return np.quantile(counts @ values / len(values), [0.025, 0.975], axis=0)
-
-# %% ../nbs/08_evaluation.ipynb #af2b2d98
-def _matrix(per_question: pl.DataFrame) -> tuple[pl.DataFrame, list[str], np.ndarray]:
-    "Cells (system, metric, k), question ids, and values of shape (n_questions, n_cells)."
-    table = per_question.sort("system", "metric", "k", "question_id")
-    cells = table.select("system", "metric", "k").unique(maintain_order=True)
-    questions = table["question_id"].unique().sort().to_list()
-    if not questions:
-        raise ValueError("no scored question: every one lacks gold evidence or is excluded; see the excluded questions")
-    if len(table) != len(cells)*len(questions):
-        raise ValueError(f"per-question values: {len(table)} rows for {len(cells)} cells of {len(questions)} "
-                         "questions; every system must be scored on the same questions")
-    return cells, questions, table["value"].to_numpy().reshape(len(cells), len(questions)).T
-
-
-def _members(groups: pl.DataFrame | None, questions: list[str]) -> dict[str, np.ndarray]:
-    "For each group the row numbers of its questions."
-    if groups is None:
-        return {"all": np.arange(len(questions))}
-    rows = groups.join(pl.DataFrame({"question_id": questions}).with_row_index("row"), on="question_id")
-    parts = rows.sort("split", "row").partition_by("split", as_dict=True, maintain_order=True)
-    return {split: part["row"].to_numpy() for (split,), part in parts.items()}
-
-
-def summarise(
-    per_question: pl.DataFrame,           # from `evaluate_rankings`
-    groups: pl.DataFrame | None = None,   # split, question_id; one group "all" if None
-    n_bootstrap: int = 2000,              # resamples
-    seed: int = 13,                       # for the resamples
-) -> pl.DataFrame:                        # system, metric, k, value, low, high, n, split; in percent
-    "Means with 95 % intervals for each group of questions."
-    cells, questions, values = _matrix(per_question)
-    found = []
-    for split, rows in _members(groups, questions).items():
-        part = 100*values[rows]
-        low, high = intervals(part, resample_counts(len(rows), n_bootstrap, seed))
-        found.append(cells.with_columns(value=part.mean(axis=0).round(4), low=low.round(4), high=high.round(4),
-                                        n=pl.lit(len(rows), pl.Int64), split=pl.lit(split)))
-    return pl.concat(found)
-
-# %% ../nbs/08_evaluation.ipynb #0921dfb7
-def sign_flip_p_values(
-    differences: np.ndarray,  # shape (n, n_cells)
-    n_flips: int = 2000,      # random sign vectors
-    seed: int = 13,           # for the generator
-) -> np.ndarray:              # shape (n_cells,), at least 1/(n_flips + 1)
-    "Two-sided permutation test that the mean of each column is 0."
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(n_flips, len(differences)))
-    flipped, real = np.abs(signs @ differences), np.abs(differences.sum(axis=0))
-    return ((flipped >= real - 1e-9).sum(axis=0) + 1) / (n_flips + 1)
-
-
-def mcnemar_p_value(
-    a: np.ndarray,  # 0 or 1 for each question
-    b: np.ndarray,  # the same questions
-) -> float:
-    "McNemar's exact test: is a win of either system equally likely where they disagree?"
-    wins, losses = int((a > b).sum()), int((a < b).sum())
-    return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
-
-
-def paired_difference(
-    a: np.ndarray,            # values of one system, shape (n,)
-    b: np.ndarray,            # values of the other on the same questions
-    n_bootstrap: int = 2000,  # resamples and sign flips
-    seed: int = 13,           # for both
-) -> dict[str, float]:        # difference (a - b), low, high, p_value, n
-    "Mean difference of two systems on the same questions."
-    d = (np.asarray(a, float) - np.asarray(b, float))[:, None]
-    low, high = intervals(d, resample_counts(len(d), n_bootstrap, seed))[:, 0]
-    return {"difference": float(d.mean()), "low": float(low), "high": float(high),
-            "p_value": float(sign_flip_p_values(d, n_bootstrap, seed)[0]), "n": len(d)}
-
-# %% ../nbs/08_evaluation.ipynb #20a18cdf
-def paired_table(
-    per_question: pl.DataFrame,          # from `evaluate_rankings`
-    system: str,                         # the system in question
-    against: Sequence[str],              # its opponents
-    groups: pl.DataFrame | None = None,  # split, question_id
-    n_bootstrap: int = 2000,             # resamples and sign flips
-    seed: int = 13,                      # for both
-) -> pl.DataFrame:  # split, system, against, metric, k, difference, low, high, p_value, p_mcnemar, n; percentage points
-    "Differences between one system and others, question by question."
-    cells, questions, values = _matrix(per_question)
-    columns = {name: part["index"].to_numpy() for (name,), part in cells.with_row_index().group_by("system")}
-    if missing := [name for name in (system, *against) if name not in columns]:
-        raise ValueError(f"no system {missing[0]!r} to compare; the systems are {sorted(columns)}")
-    keys, found = cells.filter(pl.col("system") == system).select("metric", "k"), []
-    for split, rows in _members(groups, questions).items():
-        counts = resample_counts(len(rows), n_bootstrap, seed)
-        for other in against:
-            a, b = values[np.ix_(rows, columns[system])], values[np.ix_(rows, columns[other])]
-            low, high = 100*intervals(a - b, counts)
-            exact = [mcnemar_p_value(x, y) if metric in ("recall_all", "recall_any") else None
-                     for metric, x, y in zip(keys["metric"], a.T, b.T, strict=True)]
-            found.append(keys.with_columns(
-                split=pl.lit(split), system=pl.lit(system), against=pl.lit(other), n=pl.lit(len(rows), pl.Int64),
-                difference=pl.Series((100*(a - b).mean(axis=0)).round(4)), low=pl.Series(low.round(4)),
-                high=pl.Series(high.round(4)), p_value=pl.Series(sign_flip_p_values(a - b, n_bootstrap, seed)),
-                p_mcnemar=pl.Series(exact, dtype=pl.Float64)))
-    return pl.concat(found).select("split", "system", "against", "metric", "k", "difference", "low", "high", "p_value",
-                                   "p_mcnemar", "n")
-
-# %% ../nbs/08_evaluation.ipynb #5a028687
+# %% ../nbs/08_evaluation.ipynb #d392f07f
 ROWS = {"table": pl.String, "dataset": pl.String, "system": pl.String, "preset": pl.String, "encoder": pl.String,
         "metric": pl.String, "k": pl.Int32, "value": pl.Float64, "low": pl.Float64, "high": pl.Float64, "n": pl.Int64,
         "split": pl.String, "date": pl.String, "commit": pl.String}
@@ -351,7 +240,7 @@ def as_rows(
     "Turn means into result rows."
     name = pl.col("system")
     preset = name.str.split(":").list.first()
-    no_encoder = name.str.contains(r"(?i)^(view )?(lexical:|bm25|ceiling)")
+    no_encoder = name.str.contains(r"(?i)^(view )?(lexical:|bm25|ceiling|constant:|no memory)")
     return summary.with_columns(
         table=pl.lit(table), dataset=pl.lit(dataset), date=pl.lit(date), commit=pl.lit(commit),
         preset=pl.when(preset.is_in(PRESETS)).then(preset).otherwise(pl.lit("")),
@@ -447,7 +336,7 @@ def table(
     lead = f"{metric}: {METRICS.get(metric, metric)}. In percent with 95 % intervals; split {split}"
     return Table("; ".join([lead, *told]), wide.drop(same).select("system", pl.exclude("system")), list(notes))
 
-# %% ../nbs/08_evaluation.ipynb #5017b88c
+# %% ../nbs/08_evaluation.ipynb #11529cf6
 def above_ceiling(
     rows: pl.DataFrame,     # result rows to check
     ceiling: pl.DataFrame,  # rows of the system "ceiling"
@@ -456,11 +345,12 @@ def above_ceiling(
     def keyed(frame): return frame.with_columns(name=pl.col("dataset").map_elements(_plain, return_dtype=pl.String))
     keys = ["name", "metric", "k", "split"]
     limits = keyed(ceiling.filter(pl.col("system") == "ceiling")).select(*keys, ceiling="value")
-    found = keyed(rows).join(limits, on=keys, maintain_order="left").drop("name")
+    found = keyed(rows).join(limits, on=keys, maintain_order="left", nulls_equal=True).drop("name")
     found = found.filter(pl.col("value") > pl.col("ceiling") + 0.005)  # half a unit of the last printed digit
     for row in found.iter_rows(named=True):
-        log.warning("%s, %s: %s@%s of %.2f on %s is above the ceiling of %.2f: the metric or the questions must differ",
-                    row["table"], row["system"], row["metric"], row["k"], row["value"], row["split"], row["ceiling"])
+        metric = row["metric"] if row["k"] is None else f"{row['metric']}@{row['k']}"
+        log.warning("%s, %s: %s of %.2f on %s is above the ceiling of %.2f: the metric or the questions must differ",
+                    row["table"], row["system"], metric, row["value"], row["split"], row["ceiling"])
     return found
 
 # %% ../nbs/08_evaluation.ipynb #bbd49fab
@@ -498,6 +388,130 @@ def beside_paper(
     metrics = [metric for metric in METRICS if metric in set(ours["metric"]) & set(paper["metric"])]
     return [table(merge_rows(ours.filter(metric=metric), paper.filter(metric=metric)), metric, split, extra=notes)
             for metric in metrics]
+
+# %% ../nbs/08_evaluation.ipynb #bb9acfb0
+def summarise_scores(
+    scores: pl.DataFrame,      # system, question_id, metric, k, value
+    groups: pl.DataFrame,      # from `question_groups`
+    categories: pl.DataFrame,  # question_id, category
+    n_bootstrap: int = 2000,   # resamples
+    seed: int = 13,            # for the resamples
+    scale: float = 100.0,      # 100: in percent; 1: in the unit of the values
+) -> pl.DataFrame:             # system, metric, k, value, low, high, n, split; with the split "all, macro"
+    "Means of metrics that apply to different questions."
+    schema = {name: ROWS[name] for name in ("system", "metric", "k", "value", "low", "high", "n", "split")}
+    found, n_systems = [pl.DataFrame(schema=schema)], scores["system"].n_unique()
+    for part in scores.partition_by("metric", maintain_order=True):
+        shared = part.group_by("question_id").len().filter(pl.col("len") == n_systems)
+        if shared.is_empty():
+            log.warning("%s: no question has a value of every system; the metric is left out", part["metric"][0])
+            continue
+        part = part.join(shared, on="question_id", how="semi")
+        known = categories.join(shared, on="question_id", how="semi")
+        found += [summarise(part, groups, n_bootstrap, seed, scale), macro_means(part, known, n_bootstrap, seed, scale)]
+    return pl.concat(frame.select(pl.col(name).cast(kind) for name, kind in schema.items()) for frame in found)
+
+# %% ../nbs/08_evaluation.ipynb #a376fa54
+@dataclass(frozen=True)
+class Located:
+    "What the locator stage of a run left, ready to score."
+    system: str              # name of its rankings
+    base: str                # system it started from
+    question_ids: list[str]  # questions it read
+    evidence: pl.DataFrame   # scores of `EVIDENCE_METRICS`
+    cost: pl.DataFrame       # scores of `COST_METRICS`
+
+
+def read_located(
+    run_dir: str | Path,   # folder of the run
+    scored: pl.DataFrame,  # gold of the scored questions
+) -> Located:
+    "Evidence and cost of the locator, beside the reader who takes every turn."
+    settings, ranked = stage_manifest(run_dir, "locator")["settings"], stage_table(run_dir, "locator", "rankings")
+    if ranked["system"].n_unique() != 1:
+        raise ValueError(f"locator/rankings: {sorted(set(ranked['system']))}: need exactly one system; run the stage again")
+    system, base, ids = ranked["system"][0], settings["base"], sorted(set(ranked["question_id"]))
+    named = {system: stage_table(run_dir, "locator", "evidence")}
+    rankings, turns = read_rankings(run_dir).filter(system=base), stage_table(run_dir, "data", "turns")
+    if len(rankings):
+        named[f"every turn of the first {settings['top_k']}"] = every_turn(rankings, turns, settings["top_k"])
+    evidence = pl.concat([evidence_scores(table, scored, ids, name) for name, table in named.items()])
+    return Located(system, base, ids, evidence, locator_costs(stage_table(run_dir, "locator", "calls"), ids, system))
+
+# %% ../nbs/08_evaluation.ipynb #79a2463c
+def model_label(
+    spec: str,  # like "local:smollm2" or "endpoint:MODEL@http://..."
+) -> str:       # like "smollm2"
+    "The short name of a model."
+    return Path(spec.split(":", 1)[-1].rpartition("@http")[0] or spec.split(":", 1)[-1]).name
+
+
+def read_scored_answers(
+    config: EvaluationConfig,  # settings
+    run_dir: str | Path,       # folder of the run
+    gold: pl.DataFrame,        # all of it
+) -> tuple[dict[str, pl.DataFrame], pl.DataFrame, pl.DataFrame]:  # {table: scores}; answers; left out
+    "Answers of a run, scored."
+    answers, left_out = read_answers(run_dir)
+    model, published = model_label(stage_manifest(run_dir, "generation")["settings"]["model"]), gold_answers(gold)
+    answers = answers.with_columns(system=pl.col("system") + f" ({model})")
+    asked = answers["question_id"].unique().sort()
+    columns = ["system", "question_id", "answer", "abstained"]
+    said = pl.concat([answers.select(columns), constant_answers(asked)])
+    tables = {"cost": answer_costs(answers)}
+    if config.corrections:
+        fixes = load_corrections(config.corrections)
+        tables["answers, corrected gold"] = score_answers(said, correct_gold(published, fixes), config.bert_encoder)
+        ceiling = correct_answers(published, fixes).filter(pl.col("question_id").is_in(asked.implode()))
+        said = pl.concat([said, ceiling])
+    tables["answers"] = score_answers(said, published, config.bert_encoder)
+    return tables, answers, left_out
+
+# %% ../nbs/08_evaluation.ipynb #a138de4a
+def judged(
+    config: EvaluationConfig,  # settings
+    answers: pl.DataFrame,     # from `read_scored_answers`
+    questions: pl.DataFrame,   # question_id, question
+    gold: pl.DataFrame,        # all of it
+) -> tuple[pl.DataFrame, dict[str, pl.DataFrame]]:  # scores; verdicts, judge (planted answers), prompts (agreement)
+    "Verdicts on the answers of a run, and on the judge."
+    from memloc.llm import cached_model
+    model, name = cached_model(config.judge_model, "judge"), model_label(config.judge_model)
+    scores, verdicts, items = [], [], None
+    for part in answers.sort("system", "question_id").partition_by("system", maintain_order=True):
+        system, items = part["system"][0], judge_items(part, questions, gold_answers(gold))
+        if config.judge_questions:
+            chosen = pl.Series(items["question_id"]).sample(min(config.judge_questions, len(items)), seed=config.seed).implode()
+            items = items.filter(pl.col("question_id").is_in(chosen))
+        found = judge(model, items)
+        scores.append(judge_scores(found, system, name))
+        verdicts.append(found.with_columns(system=pl.lit(system)))
+    verdicts = pl.concat(verdicts) if verdicts else pl.DataFrame(schema=VERDICTS | {"system": pl.String})
+    if not len(verdicts):
+        raise ValueError("judge: no answer to judge; run the generation stage on questions that have gold answers")
+    pairs = prompt_agreement(verdicts.with_columns(question_id=pl.concat_str("system", "question_id", separator=": ")))
+    return pl.concat(scores), {"verdicts": verdicts, "judge": examine_judge(model, items), "prompts": pairs}
+
+# %% ../nbs/08_evaluation.ipynb #90d4e15c
+def score_table(
+    rows: pl.DataFrame,  # result rows without a cut-off
+    table: str,          # "answers", "evidence", "cost", ...
+    split: str = "all",  # one group of questions
+) -> Table:
+    "One line a system, one column a metric."
+    part = rows.filter(pl.col("table") == table, pl.col("split") == split)
+    if part.is_empty():
+        raise ValueError(f"no rows of the table {table!r} and the split {split!r}; the tables are {sorted(set(rows['table']))}")
+    order = [*ANSWER_METRICS, *EVIDENCE_METRICS, *COST_METRICS]
+    metrics = sorted(set(part["metric"]), key=lambda name: (order.index(name) if name in order else len(order), name))
+    head = pl.col("metric") + pl.concat_str(pl.lit(" (n "), pl.col("n").cast(pl.String), pl.lit(")"))
+    place = pl.col("metric").replace_strict({name: i for i, name in enumerate(metrics)}, return_dtype=pl.Int64)
+    wide = part.with_columns(text=_value_text(), at=head, place=place).sort("place", "system").pivot("at", index="system", values="text")
+    told = [f"{name} {', '.join(sorted(set(part[name])))}" for name in ("dataset", "date", "commit")]
+    unit = "In tokens and seconds" if table.endswith("cost") else "In percent"
+    meant = {name: (ANSWER_METRICS | EVIDENCE_METRICS | COST_METRICS).get(name) for name in metrics}
+    return Table("; ".join([f"{table}. {unit} with 95 % intervals; split {split}", *told]), wide.sort("system"),
+                 [f"{name}: {text}" for name, text in meant.items() if text])
 
 # %% ../nbs/08_evaluation.ipynb #9e34b4be
 RANKING_STAGES = ("routing", "graph", "locator")
@@ -567,16 +581,17 @@ def earlier_stages(
         return {name: manifest[name] for name in ("settings", "counts", "commit")} | {"rows": rows}
     return {stage: told(manifest) for stage, manifest in manifests.items()}
 
-# %% ../nbs/08_evaluation.ipynb #98f132f9
+# %% ../nbs/08_evaluation.ipynb #8da4335f
 @dataclass(frozen=True)
 class Scores:
     "All that the evaluation of a run computes."
     rows: pl.DataFrame          # result rows with the ceiling
     per_question: pl.DataFrame  # system, question_id, metric, k, value
-    paired: pl.DataFrame        # differences of the system in question to its opponents
+    paired: pl.DataFrame        # differences of the system in question to its opponents, and of the locator to its base
     excluded: pl.DataFrame      # question_id, category, reason
     dataset: str                # like "locomo@79fa87e9"
     n_questions: int            # all questions, scored or not
+    extra: dict[str, pl.DataFrame] = field(default_factory=dict)  # tables that only runs with answers have
 
 
 def score_run(
@@ -585,7 +600,7 @@ def score_run(
     date: str,                 # goes into the rows
     commit: str,               # goes into the rows
 ) -> Scores:
-    "Score the rankings of a run."
+    "Score the rankings of a run, and its evidence and answers where it has them."
     ks, label = parse_ks(config.ks), dataset_label(run_dir)
     data = {name: stage_table(run_dir, "data", name) for name in ("gold", "questions", "conversations", "sessions")}
     scored, excluded = split_gold(data["gold"], label, config.exclude_abstention)
@@ -593,18 +608,60 @@ def score_run(
         raise ValueError(f"{label}: none of {len(data['gold'])} questions can be scored "
                          f"({dict(excluded['reason'].value_counts().iter_rows())}); give questions with gold evidence")
     scored, rankings = group_copies(scored, data["sessions"]), read_rankings(run_dir)
-    systems = rankings["system"].unique().to_list()
-    system, *against = [find_system(name.strip(), systems) for name in [config.compare, *config.against.split(",")]]
-    measured = evaluate_rankings(rankings, scored, ks)
+    located = read_located(run_dir, scored) if finished(run_dir, "locator") else None
     groups = question_groups(scored, data["questions"], data["conversations"])
-    summary = summarise(pl.concat([measured, ceiling_scores(scored, ks)]), groups, config.n_bootstrap, config.seed)
-    variant = pl.col("system").str.contains(": routing, ", literal=True)
-    rows = as_rows(summary, "retrieval", label, encoder_label(run_dir), date, commit).with_columns(
-        table=pl.when(variant).then(pl.lit("ablation")).otherwise("table"))
-    paired = paired_table(measured, system, against, groups, config.n_bootstrap, config.seed)
-    return Scores(rows, measured, paired, excluded, label, len(data["gold"]))
+    tables, pairs = _ranking_tables(rankings, scored, located, config, groups)
+    summaries = {name: summarise(pl.concat([found, best]), groups, config.n_bootstrap, config.seed)
+                 for name, (found, best) in tables.items()}
+    scores, extra = _answer_tables(config, run_dir, data, located)
+    everyone = question_groups(data["gold"], data["questions"], data["conversations"])
+    summaries |= {name: summarise_scores(found, everyone, data["gold"].select("question_id", "category"), config.n_bootstrap,
+                                         config.seed, 1.0 if name.endswith("cost") else 100.0) for name, found in scores.items()}
+    variant = pl.col("system").str.contains(": routing, ", literal=True) & (pl.col("table") == "retrieval")
+    rows = pl.concat([as_rows(summary, name, label, encoder_label(run_dir), date, commit) for name, summary in summaries.items()])
+    rows = rows.with_columns(table=pl.when(variant).then(pl.lit("ablation")).otherwise("table"))
+    measured = [tables["retrieval"][0], *(scores[name] for name in sorted(scores) if name != "answers, corrected gold")]
+    if "located" in tables:
+        measured.append(tables["located"][0].filter(system=located.system))
+    return Scores(rows, pl.concat(measured), pairs, excluded, label, len(data["gold"]), extra)
 
-# %% ../nbs/08_evaluation.ipynb #165238ec
+
+def _ranking_tables(rankings: pl.DataFrame, scored: pl.DataFrame, located: Located | None, config: EvaluationConfig,
+                    groups: pl.DataFrame) -> tuple[dict[str, tuple[pl.DataFrame, pl.DataFrame]], pl.DataFrame]:
+    "Per-question values and ceiling of each table of rankings; all paired differences."
+    ks, systems = parse_ks(config.ks), rankings["system"].unique().to_list()
+    partial = located is not None and not set(scored["question_id"]) <= set(located.question_ids)
+    main = rankings.filter(pl.col("system") != located.system) if partial else rankings
+    known = main["system"].unique().to_list()
+    system, *against = [find_system(name.strip(), known) for name in [config.compare, *config.against.split(",")]]
+    tables = {"retrieval": (evaluate_rankings(main, scored, ks), ceiling_scores(scored, ks))}
+    pairs = [paired_table(tables["retrieval"][0], system, against, groups, config.n_bootstrap, config.seed)]
+    if partial:
+        few = scored.filter(pl.col("question_id").is_in(located.question_ids))
+        some = rankings.filter(pl.col("system").is_in([located.system, located.base]), pl.col("question_id").is_in(located.question_ids))
+        if len(few):
+            tables["located"] = evaluate_rankings(some, few, ks), ceiling_scores(few, ks)
+    if located and located.base in systems and (located.system, [located.base]) != (system, against) and (not partial or "located" in tables):
+        found = tables["located" if partial else "retrieval"][0]
+        pairs.append(paired_table(found, located.system, [located.base], groups, config.n_bootstrap, config.seed))
+    return tables, pl.concat(pairs).unique(["split", "system", "against", "metric", "k"], maintain_order=True)
+
+
+def _answer_tables(config: EvaluationConfig, run_dir: str | Path, data: dict[str, pl.DataFrame],
+                   located: Located | None) -> tuple[dict[str, pl.DataFrame], dict[str, pl.DataFrame]]:
+    "Scores of evidence, answers and cost by table; what else there is to write."
+    scores, extra = {}, {}
+    if located:
+        scores = {"evidence": located.evidence, "locator cost": located.cost}
+    if finished(run_dir, "generation"):
+        found, answers, extra["left_out"] = read_scored_answers(config, run_dir, data["gold"])
+        scores |= found
+        if config.judge_model:
+            scores["judge"], told = judged(config, answers, data["questions"], data["gold"])
+            extra |= told
+    return {name: found for name, found in scores.items() if len(found)}, extra
+
+# %% ../nbs/08_evaluation.ipynb #66e32fe9
 def report_of(
     scores: Scores,            # from `score_run`
     config: EvaluationConfig,  # settings
@@ -617,22 +674,35 @@ def report_of(
     everything = scores.rows.filter(pl.col("split") == "all")
     beside = beside_paper(scores.rows.filter(table="retrieval"), paper, notes)
     same = paper.filter(pl.col("dataset").map_elements(_plain, return_dtype=pl.String) == _plain(scores.dataset))
-    impossible = above_ceiling(pl.concat([scores.rows, same]), scores.rows)
+    retrieval, said = scores.rows.filter(pl.col("table") != "located", pl.col("k").is_not_null()), scores.rows.filter(
+        pl.col("table") == "answers", pl.col("metric").is_in(list(TEXT_METRICS)))
+    impossible = pl.concat([above_ceiling(pl.concat([retrieval, same]), retrieval), above_ceiling(said, said)])
     tests = scores.paired.filter(pl.col("split").is_in(["all", "dev", "test"]))
     report = {"dataset": scores.dataset, "date": date, "commit": commit, "settings": asdict(config),
-              "n_questions": scores.n_questions, "n_scored": everything["n"].max(),
+              "n_questions": scores.n_questions, "n_scored": retrieval.filter(split="all")["n"].max(),
               "excluded": dict(scores.excluded["reason"].value_counts().sort("reason").iter_rows()),
               "main": everything.to_dicts(), "paired": tests.to_dicts(), "above_ceiling": impossible.to_dicts(),
-              "stages": earlier_stages(run_dir)}
+              "judge": {name: scores.extra[name].to_dicts() for name in ("judge", "prompts") if name in scores.extra},
+              "answers_left_out": scores.extra["left_out"].to_dicts() if "left_out" in scores.extra else [],
+              "seconds": dict(stage_seconds(run_dir).iter_rows()), "stages": earlier_stages(run_dir)}
     counted = ", ".join(f"{n} {reason}" for reason, n in report["excluded"].items()) or "none"
-    parts = everything.sort("table", descending=True).partition_by("table", maintain_order=True)
+    parts = everything.drop_nulls("k").sort("table", descending=True).partition_by("table", maintain_order=True)
     tables = [table(part, metric) for part in parts for metric in METRICS if metric in part["metric"]]
+    more = [score_table(scores.rows, name) for name in score_tables(scores.rows)]
     first = (f"{report['n_scored']:,} of {scores.n_questions:,} questions scored; excluded: {counted}. "
              f"{date}, commit {commit}.")
     lines = [f"# Retrieval on {scores.dataset}", first, *tables, "## Paired differences", paired_shown(tests),
              "## The paper's rows beside ours", *(beside or ["There are no published rows for this dataset."]),
-             f"{len(impossible)} rows are above the ceiling."]
+             *(["## Evidence, answers and cost", *more] if more else []), f"{len(impossible)} rows are above the ceiling."]
     return report, "\n\n".join(str(line) for line in lines) + "\n"
+
+
+def score_tables(
+    rows: pl.DataFrame,  # result rows
+) -> list[str]:          # in the order of the report
+    "Names of the tables without a cut-off."
+    order = ["evidence", "answers", "answers, corrected gold", "judge", "locator cost", "cost"]
+    return [name for name in order if name in set(rows["table"])]
 
 
 def _p_text(column: str) -> pl.Expr:
@@ -681,7 +751,7 @@ def main_systems(
     others = ranked.filter(pl.col("preset") == "", ~pl.col("value").is_in(taken.implode()))
     return [*chosen, *others.unique("value", maintain_order=True)["system"]][:at_most]
 
-# %% ../nbs/08_evaluation.ipynb #5945acda
+# %% ../nbs/08_evaluation.ipynb #1e1193db
 def run_evaluation(
     config: EvaluationConfig,  # settings
     run_dir: str | Path,       # folder of the run; results go to its `evaluation/`
@@ -691,6 +761,8 @@ def run_evaluation(
     stages = [stage for stage in RANKING_STAGES if (run_dir/stage/"manifest.json").is_file()]
     inputs = [run_dir/"data"/f"{name}.parquet" for name in ("gold", "questions", "conversations", "sessions")]
     inputs += [run_dir/stage/"rankings.parquet" for stage in stages]
+    inputs += [run_dir/"data"/"turns.parquet", run_dir/"locator"/"evidence.parquet", run_dir/"locator"/"calls.parquet"]*("locator" in stages)
+    inputs += [run_dir/"generation"/"answers.parquet"]*finished(run_dir, "generation")
     if missing := [path for path in inputs if not path.is_file()]:
         raise FileNotFoundError(f"{missing[0]}: no such file; run the stage {missing[0].parent.name!r} first")
     with Stage(run_dir, "evaluation", config, inputs=inputs) as stage:
@@ -700,10 +772,12 @@ def run_evaluation(
         stage.table("rows", scores.rows, sort_by=order)
         stage.text("rows.csv", scores.rows.sort(order).write_csv())
         stage.table("per_question", scores.per_question, sort_by=["system", "metric", "k", "question_id"])
-        stage.table("paired", scores.paired, sort_by=["split", "against", "metric", "k"])
+        stage.table("paired", scores.paired, sort_by=["split", "system", "against", "metric", "k"])
         stage.table("excluded", scores.excluded, sort_by="question_id")
+        for name, found in scores.extra.items():
+            stage.table(name, found, sort_by=found.columns[:2])
         stage.json("report", report)
         stage.text("report.md", text)
         stage.count(n_questions=scores.n_questions, n_scored=report["n_scored"], n_excluded=len(scores.excluded),
-                    n_systems=scores.per_question["system"].n_unique(), n_above_ceiling=len(report["above_ceiling"]))
+                    n_systems=scores.per_question.drop_nulls("k")["system"].n_unique(), n_above_ceiling=len(report["above_ceiling"]))
     return scores.rows
