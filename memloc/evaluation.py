@@ -298,7 +298,10 @@ def paired_difference(
     seed: int = 13,           # for both
 ) -> dict[str, float]:        # difference (a - b), low, high, p_value, n
     "Mean difference of two systems on the same questions."
-    d = (np.asarray(a, float) - np.asarray(b, float))[:, None]
+    a, b = np.asarray(a, float), np.asarray(b, float)
+    if a.ndim != 1 or a.shape != b.shape or not len(a) or not np.isfinite([a, b]).all():
+        raise ValueError(f"need two equally long, non-empty rows of finite values, found shapes {a.shape} and {b.shape}")
+    d = (a - b)[:, None]
     low, high = intervals(d, resample_counts(len(d), n_bootstrap, seed))[:, 0]
     return {"difference": float(d.mean()), "low": float(low), "high": float(high),
             "p_value": float(sign_flip_p_values(d, n_bootstrap, seed)[0]), "n": len(d)}

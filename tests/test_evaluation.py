@@ -562,3 +562,9 @@ def test_question_without_conversation_is_an_error():
     questions = pl.DataFrame({"question_id": ["p"], "conversation_id": ["c"]})
     with pytest.raises(ValueError, match="question 'q' is in gold but not"):
         question_groups(gold, questions, pl.DataFrame({"conversation_id": ["c"], "split": ["test"]}))
+
+
+@pytest.mark.parametrize(("a", "b"), [([np.nan, 1.0], [0.0, 0.0]), ([1.0, 1.0], [0.0]), ([], [])])
+def test_a_paired_difference_of_unfit_values_is_refused(a, b):
+    with pytest.raises(ValueError, match="equally long, non-empty rows of finite values"):
+        paired_difference(a, b)
