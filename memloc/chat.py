@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['log', 'Message', 'ERROR_KINDS', 'Outcome', 'OnReply', 'COUNTS', 'Sampling', 'Reply', 'LLMError', 'ChatModel',
-           'split_reasoning', 'cut_at_stop', 'finish_reply', 'Ledger', 'request_key', 'CachedModel', 'reply_or_raise']
+           'harmless', 'split_reasoning', 'cut_at_stop', 'finish_reply', 'Ledger', 'request_key', 'CachedModel',
+           'reply_or_raise']
 
-# %% ../nbs/parts/chat.ipynb #e0320cae
+# %% ../nbs/parts/chat.ipynb #8aefb877
 import dataclasses
 import hashlib
 import json
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import polars as pl
 
 from .artifacts import read_json, write_json
+from .encoders import encodable
 
 # %% ../nbs/parts/chat.ipynb #f4e2a5eb
 log = logging.getLogger(__name__)
@@ -58,12 +60,13 @@ class Reply:
     cached: bool = False          # replayed, not asked again
     model: str = ""
 
-# %% ../nbs/parts/chat.ipynb #49716881
+# %% ../nbs/parts/chat.ipynb #f363bc92
 ERROR_KINDS = {
     "rate limit": "wait, or lower the concurrency",
     "timeout": "raise the timeout or ask for fewer tokens",
     "connection": "see that the server is up, then run again: replies so far are kept",
     "server": "the server failed; run again",
+    "access": "check the API key and the model's name",
     "request": "the server refused the request; see its message",
     "empty": "raise max_tokens if the reply ended by length",
     "context": "send less or use a model with a longer context",
@@ -101,6 +104,23 @@ class ChatModel(Protocol):
 
     def chat(self, batch: Sequence[Sequence[Message]], sampling: Sampling, on_reply: OnReply | None = None) -> list[Outcome]:
         "Answer a batch of prompts."
+
+# %% ../nbs/parts/chat.ipynb #a97ddb4a
+_MARK = re.compile(r"<(?=\|[\w-]+\|>)")
+
+
+def harmless(
+    messages: Sequence[Message],
+    marks: Sequence[str] = (),  # further marks of a tokenizer, like "[INST]"
+) -> list[Message]:             # the same messages; no content can end its message
+    "Messages whose contents are text and nothing else."
+    def plain(text: str) -> str:
+        text = _MARK.sub("< ", encodable(text))
+        for mark in marks:
+            text = text.replace(mark, f"{mark[0]} {mark[1:]}")
+        return text
+
+    return [{**message, "content": plain(message["content"])} for message in messages]
 
 # %% ../nbs/parts/chat.ipynb #572401d1
 _OPENING = re.compile(r"\s*<think(?:ing)?>")

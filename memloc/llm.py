@@ -7,7 +7,7 @@ __all__ = ['log', 'SMOLLM2_PACKAGE', 'SMOLLM2_SHA256', 'SHAPING_FILES', 'DTYPES'
            'convert_gguf', 'folder_fingerprint', 'choose_device', 'measured_dtype', 'choose_dtype', 'shared_beginning',
            'pad_middle', 'drawing', 'LocalModel', 'load_model', 'cached_model']
 
-# %% ../nbs/parts/llm.ipynb #cac52b51
+# %% ../nbs/parts/llm.ipynb #467b730b
 import copy
 import functools
 import json
@@ -31,6 +31,7 @@ from memloc.chat import (
     Reply,
     Sampling,
     finish_reply,
+    harmless,
 )
 from .encoders import check_weights, default_cache_dir, file_hash, key_of, package_files
 from .endpoint import EndpointModel
@@ -182,7 +183,7 @@ def drawing(
         torch.manual_seed(sampling.seed)
         yield {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
 
-# %% ../nbs/parts/llm.ipynb #72936510
+# %% ../nbs/parts/llm.ipynb #94804bdb
 class LocalModel:
     "A causal language model run by transformers on this machine."
 
@@ -234,7 +235,9 @@ class LocalModel:
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         "Token ids of a prompt, ready for the reply."
-        return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        marks = [mark.content for mark in self.tokenizer.added_tokens_decoder.values() if mark.special and len(mark.content) > 1]
+        plain = harmless(messages, marks)
+        return self.tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
 
     def count_tokens(self, messages: Sequence[Message]) -> int:
         "Tokens of a prompt, chat template included."

@@ -161,7 +161,7 @@ def test_flips_and_kappa():
         return "yes" if "reasonable person" in rule or "fact 1" in text or "fact 2" in text else "no"
     agreement = prompt_agreement(judge(Scripted(say), table(), ["strict", "lenient", "rubric"]))
     row = agreement.filter(first="lenient", second="strict").row(0, named=True)
-    assert (row["flip_rate"], row["n"]) == (pytest.approx(4/6 - 1/6), 6) or row["n"] == 6
+    assert (row["flip_rate"], row["n"]) == (0.5, 6)  # yes to 5 (not to the abstention question) against yes to 2
     assert agreement.filter(first="rubric", second="strict")["flip_rate"].item() == 0.0
     a, b = [True, False, True, True], [True, True, False, True]
     assert cohen_kappa(a, b) == pytest.approx(cohen_kappa_score(a, b))
