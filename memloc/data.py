@@ -75,13 +75,23 @@ def read_content(
     return content
 
 # %% ../nbs/00_data.ipynb #ecb015bf
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    "An object of a JSON file; a key that stands there twice is an error, since one value would be lost."
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object; "
+                         "keep one of them")
+    return found
+
+
 def _json_lines(text: str, name: str) -> list:
     "One JSON value a line."
     values = []
     for number, line in enumerate(text.split("\n"), 1):
         try:
-            values += [json.loads(line)] if line.strip() else []
-        except (json.JSONDecodeError, RecursionError) as error:
+            values += [json.loads(line, object_pairs_hook=_once)] if line.strip() else []
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}: line {number} is not JSON ({error}); correct it, or copy the file again "
                              "if it is cut short") from None
     return values
@@ -106,7 +116,7 @@ def parse_records(
     if not text.strip():
         raise ValueError(f"{name}: the file is empty; copy or fetch it again")
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once)
     except RecursionError:
         raise ValueError(f"{name}: JSON is nested too deeply to be a conversation file") from None
     except json.JSONDecodeError as error:
@@ -114,6 +124,8 @@ def parse_records(
             return _json_lines(text, name)
         raise ValueError(f"{name}: not JSON, line {error.lineno} column {error.colno}: {error.msg}. The file may be "
                          "cut short; copy or fetch it again") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 # %% ../nbs/00_data.ipynb #adec07da
 KNOWN = {source.sha256: (name, "complete") for name, source in DATASETS.items() if source.sha256} | {

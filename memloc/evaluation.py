@@ -287,6 +287,8 @@ def mcnemar_p_value(
     b: np.ndarray,  # the same questions
 ) -> float:
     "McNemar's exact test: is a win of either system equally likely where they disagree?"
+    if a.shape != b.shape:
+        raise ValueError(f"need two equally long rows, found shapes {a.shape} and {b.shape}")
     wins, losses = int((a > b).sum()), int((a < b).sum())
     return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
 

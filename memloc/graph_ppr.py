@@ -369,6 +369,12 @@ class GraphConfig:
     n_candidates: int | None = None  # K_cand, at least 1, for all presets
     candidates: str | None = None    # "earlier" or "all", for all presets
 
+    def __post_init__(self) -> None:
+        for name, kind in (("restart", int | float), ("n_seeds", int), ("n_candidates", int)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+                raise TypeError(f"{name} must be a {'whole ' if kind is int else ''}number, not {value!r} (write 0.1, not 1e-1)")
+
 
 def edge_table(
     preset: str,                      # preset name

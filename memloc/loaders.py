@@ -41,8 +41,8 @@ class LocomoRecord(BaseModel):
     conversation: dict[str, Any]
     qa: list[LocomoQuestion]
     session_summary: dict[str, str] = {}
-    event_summary: dict[str, dict[str, Any]] = {}
-    observation: dict[str, dict[str, list]] = {}
+    event_summary: dict[str, dict[str, list[str] | str]] = {}  # a text only under "date"
+    observation: dict[str, dict[str, list[tuple[str, str | list[str]]]]] = {}
 
 # %% ../nbs/parts/loaders.ipynb #0403384c
 LOCOMO_CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}
@@ -71,7 +71,11 @@ UNUSED = ("img_url", "query", "re-download")
 
 def _locomo_sessions(record: LocomoRecord, log: LintLog) -> Iterator[tuple[int, list[LocomoTurn]]]:
     "Numbers and turns of the sessions that exist; dates and keys left over are logged."
-    numbers = {int(key.split("_")[1]) for key in record.conversation if re.fullmatch(r"session_\d+", key)}
+    named = [key for key in record.conversation if re.fullmatch(r"session_\d+", key)]
+    numbers = {int(key.split("_")[1]) for key in named}
+    if odd := sorted(set(named) - {f"session_{number}" for number in numbers}):
+        raise ValueError(f"{log.file}: {record.sample_id} has {odd[0]!r}; sessions are called session_1, session_2, ... "
+                         "Rename it, or remove the second copy")
     for key, value in record.conversation.items():
         dated = re.fullmatch(r"session_(\d+)_date_time", key)
         if dated and int(dated[1]) not in numbers:
@@ -105,6 +109,9 @@ def _locomo_notes(record: LocomoRecord, number: int, log: LintLog) -> dict[str, 
     "Summary, events and observations of one session, by field name of the plain form."
     events = dict(record.event_summary.get(f"events_session_{number}", {}))
     date = events.pop("date", None)
+    if odd := sorted(speaker for speaker, texts in events.items() if isinstance(texts, str)):
+        raise ValueError(f"{log.file}: {record.sample_id} events_session_{number} has a text under {odd[0]!r}, "
+                         "not a list of events; put it into a list")
     observations = record.observation.get(f"session_{number}_observation", {})
     found = {speaker: [(text, references if isinstance(references, list) else [references])
                        for text, references in items] for speaker, items in observations.items()}

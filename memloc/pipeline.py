@@ -405,7 +405,6 @@ def run_profile(
                 host = log["host"][step.stage]
                 logger.info("%s %8.1f s %8.0f MiB", label, host["seconds"], host["peak_memory_mib"] or 0)
             upstream[step.stage] = stage_manifest(run_dir, step.stage)["outputs"]
-        present = [run_dir/file_name for file_name in REPORT_FILES if (run_dir/file_name).is_file()]
-        report = present if (run_dir/"report.html").is_file() else publish(run_dir, steps[-1])
+        report = publish(run_dir, steps[-1])
     skipped = tuple(step.stage for step in steps if step.stage not in ran)
     return Run(run_dir, tuple(ran), skipped, tuple(report))

@@ -327,6 +327,10 @@ class RoutingConfig:
     views: str | None = None                # comma-separated views, for all presets
     subsets: bool = True                    # rank by Table 8's subsets too
 
+    def __post_init__(self) -> None:
+        if self.temperature is not None and (isinstance(self.temperature, bool) or not isinstance(self.temperature, int | float)):
+            raise TypeError(f"temperature must be a number, not {self.temperature!r} (write 0.1, not 1e-1)")
+
 
 def chosen_presets(config: RoutingConfig) -> dict[str, RoutingSettings]:
     "The presets named in the config, with its overrides."

@@ -245,3 +245,38 @@ def test_errors_for_names_and_paths(tmp_path):
 def test_detect_layout_names_the_keys():
     with pytest.raises(ValueError, match=r"notes\.json: none of the layouts .*'a'"):
         detect_layout([{"a": 1}], "notes.json")
+
+
+def locomo_record(**changed) -> list[dict]:
+    "A LoCoMo file of one session and one question."
+    record = {"sample_id": "conv-1", "qa": [{"question": "Q?", "answer": "A", "evidence": ["D1:1"], "category": 4}],
+              "conversation": {"speaker_a": "Mia", "speaker_b": "Leo", "session_1_date_time": "1:56 pm on 8 May, 2023",
+                               "session_1": [{"speaker": "Mia", "dia_id": "D1:1", "text": "Hello."}]}}
+    return [record | changed]
+
+
+CONVERSATION = locomo_record()[0]["conversation"]
+LOSING = {
+    "two spellings of a session": (locomo_record(conversation=CONVERSATION | {"session_01": CONVERSATION["session_1"]}), "'session_01'"),
+    "an event that is a text": (locomo_record(event_summary={"events_session_1": {"Mia": "one text", "date": "8 May, 2023"}}), "'Mia'"),
+    "an observation that is a text": (locomo_record(observation={"session_1_observation": {"Mia": ["ox"]}}), "observation"),
+    "an observation without reference": (locomo_record(observation={"session_1_observation": {"Mia": [["o"]]}}), "observation"),
+}
+
+
+@pytest.mark.parametrize("name", LOSING)
+def test_what_would_be_lost_or_misread_is_refused_with_its_place(name, tmp_path):
+    records, place = LOSING[name]
+    path = tmp_path/"in.json"
+    path.write_text(json.dumps(records), "utf-8")
+    with pytest.raises(ValueError, match="in.json") as caught:
+        load("locomo", path, allow_unknown_hash=True)
+    assert place in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ['{"conversations": [], "conversations": [1]}', '{"a": 1}\n{"b": 1, "b": 2}'])
+def test_a_key_that_stands_twice_is_refused(text, tmp_path):
+    path = tmp_path/"in.json"
+    path.write_text(text, "utf-8")
+    with pytest.raises(ValueError, match=r"in.json.*stands twice"):
+        load("plain", path)

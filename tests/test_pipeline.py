@@ -234,3 +234,11 @@ def test_two_runs_into_one_name_refuse(project):
         holder.kill()
         holder.wait()
     assert run_profile("toy", root=project).ran == ("squares", "total"), "a killed process holds no lock"
+
+
+def test_a_changed_or_missing_report_is_made_again(project):
+    folder = run_profile("toy", root=project).folder
+    (folder/"report.json").unlink()
+    (folder/"report.html").write_text("changed", "utf-8")
+    again = run_profile("toy", root=project)
+    assert again.ran == () and (folder/"report.json").is_file() and (folder/"report.html").read_text("utf-8") != "changed"

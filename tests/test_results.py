@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import nbformat
 import polars as pl
 import pytest
 
@@ -38,3 +39,22 @@ def test_two_data_sets_do_not_share_a_table():
     rows = pl.read_csv(LOCOMO, infer_schema_length=None)
     with pytest.raises(ValueError, match="2 data sets"):
         markdown_table(pl.concat([rows, rows.with_columns(dataset=pl.lit("other@1"))]))
+
+
+QUOTED = [("paper", "all", 3, "32.2"), ("paper: seeds only", "all", 3, "57.7"), ("view turn:mean", "all", 3, "47.0"),
+          ("view turn:top2", "all", 3, "59.5"), ("paper: routing", "all", 3, "55.5"), ("BM25 session", "all", 3, "83.2"),
+          ("view observation:max", "all", 3, "66.8"), ("memloc", "all", 3, "87.8")]
+TUNING = {"nbs/02_routing.ipynb": [("memloc: routing, uniform", "dev", 3, "88.9"), ("memloc: routing", "dev", 3, "88.3"),
+                                   ("paper: routing", "dev", 3, "56.7")],
+          "nbs/03_graph_ppr.ipynb": [("memloc", "dev", 3, "90.0"), ("memloc: seeds only", "dev", 3, "89.8"),
+                                     ("memloc: routing", "dev", 3, "88.3")]}
+
+
+@pytest.mark.parametrize(("path", "figures"), [("nbs/index.ipynb", QUOTED), *TUNING.items()])
+def test_figures_in_the_lessons_are_those_of_the_committed_rows(path, figures):
+    rows = pl.read_csv(LOCOMO, infer_schema_length=None).filter(pl.col("metric") == "recall")
+    prose = "\n".join(cell.source for cell in nbformat.read(ROOT/path, as_version=4).cells if cell.cell_type == "markdown")
+    for system, split, k, quoted in figures:
+        (value,) = rows.filter((pl.col("system") == system) & (pl.col("split") == split) & (pl.col("k") == k))["value"]
+        assert f"{value:.1f}" == quoted, system
+        assert quoted in prose, (system, quoted)

@@ -366,3 +366,11 @@ def test_unknown_preset_names_the_known_ones(small_run):
 
 def test_memloc_preset_has_a_lexical_view():
     assert any(parse_view(view).scorer == "lexical" for view in MEMLOC_VIEWS)
+
+
+@pytest.mark.parametrize("settings", [{"n_seeds": 2.5}, {"restart": True}, {"restart": "1e-1"}, {"n_candidates": "20"}])
+def test_settings_of_the_wrong_type_are_refused_by_name(settings):
+    with pytest.raises(TypeError, match=next(iter(settings))):
+        GraphConfig(**settings)
+    with pytest.raises(TypeError, match="temperature"):
+        RoutingConfig(temperature="1e-3")
