@@ -8,8 +8,8 @@ __all__ = ['log', 'GRANULARITIES', 'EXTRACTED', 'EXTRACTORS', 'READ_CHARACTERS',
            'Event', 'SessionNotes', 'ExtractionError', 'Extractor', 'session_inputs', 'clip_turns', 'split_sentences',
            'centrality', 'central_summary', 'key_phrases', 'date_in_words', 'resolve_date', 'dated_sentences',
            'dated_events', 'ExtractiveExtractor', 'time_text', 'rendered_rows', 'dataset_rows', 'extracted_rows',
-           'build_units', 'encode_units', 'build_report', 'plot_lengths', 'UnitView', 'UnitIndex', 'run_units',
-           'report_counts']
+           'build_units', 'read_session', 'encode_units', 'build_report', 'plot_lengths', 'UnitView', 'UnitIndex',
+           'run_units', 'units_by_llm', 'report_counts']
 
 # %% ../nbs/01_memory_units.ipynb #e444c44a
 import functools
@@ -33,16 +33,16 @@ from .encoders import Encoder
 # %% ../nbs/01_memory_units.ipynb #b61497f0
 log = logging.getLogger(__name__)
 
-# %% ../nbs/01_memory_units.ipynb #f9da0f29
+# %% ../nbs/01_memory_units.ipynb #8f47174b
 GRANULARITIES = ("session", "turn", "summary", "keyword", "event", "time", "observation")
 EXTRACTED = ("summary", "keyword", "event")  # views that an extractor writes; observations come only with a dataset
-EXTRACTORS = ("auto", "dataset", "extractive")
+EXTRACTORS = ("auto", "dataset", "extractive", "llm")
 
 
 @dataclass(frozen=True)
 class UnitsConfig:
     "Settings of the stage."
-    extractor: str = "auto"           # "auto", "dataset" or "extractive" (the paper uses an LLM)
+    extractor: str = "auto"           # one of EXTRACTORS (the paper uses "llm")
     encoder: str = "minilm"           # name, folder or hub name (Table 9 compares MiniLM, MPNet and others)
     max_length: int = 0               # tokens the encoder reads; 0: as the model is set (256 for MiniLM)
     chunk_and_pool: bool = False      # read long texts in windows instead of cutting them (not in the paper)
@@ -50,15 +50,18 @@ class UnitsConfig:
     max_summary_sentences: int = 10   # central sentences a session (not in the paper; what MiniLM's 256 tokens hold)
     max_events: int = 12              # dated sentences a session (not in the paper; bounds encyclopaedic answers)
     captions: bool = True             # read what a shared picture shows as part of its turn
+    model: str = "local:smollm2"      # for extractor "llm": its one-line name, see `memloc.llm` (the paper: GPT-4o-mini)
+    joint: bool = True                # for extractor "llm": one call a session (H.1), else two (App. J)
+    max_tokens: int = 512             # for extractor "llm": tokens of a reply (not in the paper)
 
     def __post_init__(self) -> None:
         if self.extractor not in EXTRACTORS:
             raise ValueError(f"extractor must be one of {EXTRACTORS}, got {self.extractor!r}")
-        for name in ("max_keywords", "max_summary_sentences", "max_events"):
+        for name in ("max_keywords", "max_summary_sentences", "max_events", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}; to leave a view out, drop it in routing")
 
-# %% ../nbs/01_memory_units.ipynb #78823a28
+# %% ../nbs/01_memory_units.ipynb #f90029cd
 @dataclass(frozen=True)
 class SessionInput:
     "What an extractor may read: no labels, no questions."
@@ -85,9 +88,10 @@ class SessionNotes:
 class ExtractionError(RuntimeError):
     "An extractor failed on a session: never the same as having found nothing."
 
-    def __init__(self, session_id: str, reason: str):
+    def __init__(self, session_id: str, reason: str, service: bool = True):
         super().__init__(f"session {session_id}: {reason}")
         self.session_id, self.reason = session_id, reason
+        self.service = service  # the service is at fault, not this session or the reply: stop, and run again later
 
 
 class Extractor(Protocol):
@@ -391,7 +395,7 @@ def extracted_rows(
     for member, event in enumerate(notes.events):
         yield (conversation_id, session_id, "event", member, f"{event.date}: {event.text}", source)
 
-# %% ../nbs/01_memory_units.ipynb #d07db80b
+# %% ../nbs/01_memory_units.ipynb #54097887
 def build_units(
     sessions: pl.DataFrame,
     turns: pl.DataFrame,
@@ -399,25 +403,45 @@ def build_units(
     config: UnitsConfig | None = None,
     extractor: Extractor | None = None,  # used unless config.extractor is "dataset"; None: the extractive one
     progress: bool = True,               # on a terminal, after two seconds
+    failures: list[ExtractionError] | None = None,  # sessions that could not be read are added here; None: they stop the stage
 ) -> pl.DataFrame:                       # one row a member, sorted; without vector_row
     "All memory units of all sessions, as text."
     config = config or UnitsConfig()
     rows = list(rendered_rows(sessions, turns, config.captions))
     given = set()
-    if config.extractor != "extractive":
+    if config.extractor in ("auto", "dataset"):
         rows += dataset_rows(annotations)
         given = set(annotations.select("conversation_id", "kind").unique().iter_rows())
     if config.extractor != "dataset":
         extractor = extractor or ExtractiveExtractor(config.max_keywords, config.max_summary_sentences, config.max_events)
-        conversations = sessions["conversation_id"].to_list()
-        inputs = zip(conversations, session_inputs(sessions, turns, config.captions), strict=True)
-        for conversation_id, session in tqdm(inputs, "extract", len(conversations), delay=2, disable=None if progress else True):
-            if session.turns and any((conversation_id, view) not in given for view in EXTRACTED):
-                found = extracted_rows(conversation_id, session.session_id, extractor.notes(session), extractor.name)
-                rows += (row for row in found if (conversation_id, row[2]) not in given)
+        owners = dict(sessions.select("session_id", "conversation_id").iter_rows())
+        wanted = [session for session in session_inputs(sessions, turns, config.captions)
+                  if session.turns and any((owners[session.session_id], view) not in given for view in EXTRACTED)]
+        if hasattr(extractor, "prepare"):
+            extractor.prepare(wanted)
+        for session in tqdm(wanted, "extract", delay=2, disable=None if progress else True):
+            conversation_id, notes = owners[session.session_id], read_session(extractor, session, failures)
+            found = extracted_rows(conversation_id, session.session_id, notes, extractor.name)
+            rows += (row for row in found if (conversation_id, row[2]) not in given)
     units = pl.DataFrame(rows, COLUMNS, orient="row")
     named = units.select(pl.format("{}#{}", "session_id", "granularity").alias("unit_id"), pl.all())
     return named.sort("unit_id", "member")
+
+# %% ../nbs/01_memory_units.ipynb #b4e9476e
+def read_session(
+    extractor: Extractor,
+    session: SessionInput,
+    failures: list[ExtractionError] | None = None,  # None: every failure is raised
+) -> SessionNotes:  # empty after a failure that was added to `failures`
+    "Notes of a session; a failure stops the stage or is written down, it is never silent."
+    try:
+        return extractor.notes(session)
+    except ExtractionError as error:
+        if failures is None or error.service:
+            raise
+        log.warning("%s", error)
+        failures.append(error)
+        return SessionNotes()
 
 # %% ../nbs/01_memory_units.ipynb #6ebad49c
 def encode_units(
@@ -520,7 +544,7 @@ class UnitIndex:
         vectors = self.vectors[np.array(rows, dtype=np.int64)[order]]
         return UnitView(session_ids, vectors, indptr, [texts[i] for i in order])
 
-# %% ../nbs/01_memory_units.ipynb #0b030bb7
+# %% ../nbs/01_memory_units.ipynb #6c7c5196
 def run_units(
     config: UnitsConfig,
     run_dir: str | Path,  # folder of the run; its `data/` must be there
@@ -531,7 +555,11 @@ def run_units(
     inputs = [Path(run_dir) / "data" / f"{name}.parquet" for name in names]
     encoder = Encoder(config.encoder, max_length=config.max_length or None, chunk_and_pool=config.chunk_and_pool)
     with Stage(run_dir, "units", config, inputs) as stage:
-        units, vectors = encode_units(build_units(sessions, turns, annotations, config), encoder)
+        if config.extractor == "llm":
+            texts = units_by_llm(sessions, turns, annotations, config, stage)
+        else:
+            texts = build_units(sessions, turns, annotations, config)
+        units, vectors = encode_units(texts, encoder)
         report = build_report(units, sessions.height, encoder)
         stage.table("units", units, sort_by=["unit_id", "member"])
         stage.array("vectors", vectors)
@@ -539,6 +567,29 @@ def run_units(
         stage.json("encoder", {"name": config.encoder, "key": encoder.key, "dim": vectors.shape[1], **encoder.settings})
         stage.count(n_sessions=sessions.height, n_members=units.height, **report_counts(report))
     return report
+
+
+def units_by_llm(
+    sessions: pl.DataFrame,
+    turns: pl.DataFrame,
+    annotations: pl.DataFrame,
+    config: UnitsConfig,
+    stage: Stage,
+) -> pl.DataFrame:  # as `build_units`
+    "Units whose notes a language model wrote; what failed, what was rejected and what it cost go into the stage's files."
+    from memloc.llm import cached_model
+    from memloc.llm_extractor import LLMExtractor
+
+    model = cached_model(config.model, "units")
+    extractor = LLMExtractor(model, config.joint, config.max_tokens, config.max_keywords, config.max_events)
+    units = build_units(sessions, turns, annotations, config, extractor, failures=[])
+    failures = [(failure.session_id, ", ".join(failure.views), failure.kind, failure.reason) for failure in extractor.failures]
+    schema = dict.fromkeys(("session_id", "views", "kind", "reason"), pl.String)
+    stage.table("extraction_failures", pl.DataFrame(failures, schema, orient="row"), ["session_id", "views"])
+    stage.json("extraction", extractor.report())
+    stage.json("ledger", model.ledger.table().to_dicts())
+    stage.count(**{f"extraction_{name}": value for name, value in extractor.report().items() if name != "loss"})
+    return units
 
 
 def report_counts(report: pl.DataFrame) -> dict[str, int]:

@@ -17,32 +17,36 @@ from statsmodels.stats.contingency_tables import mcnemar
 
 from memloc.artifacts import Stage, stage_manifest, stage_table
 from memloc.evaluation import (
-    METRICS,
-    ROWS,
     EvaluationConfig,
-    above_ceiling,
-    as_rows,
-    beside_paper,
     ceiling_scores,
     evaluate_rankings,
     evidence_items,
     group_copies,
-    intervals,
-    load_paper,
-    mcnemar_p_value,
-    merge_rows,
-    paired_difference,
-    paired_table,
     question_groups,
-    resample_counts,
     run_evaluation,
     score_run,
-    sign_flip_p_values,
     split_gold,
-    summarise,
-    table,
 )
 from memloc.plots import category_bars, interval_dots, recall_curves
+from memloc.tables import (
+    METRICS,
+    ROWS,
+    above_ceiling,
+    as_rows,
+    beside_paper,
+    load_paper,
+    merge_rows,
+    table,
+)
+from memloc.uncertainty import (
+    intervals,
+    mcnemar_p_value,
+    paired_difference,
+    paired_table,
+    resample_counts,
+    sign_flip_p_values,
+    summarise,
+)
 
 KS = (1, 3, 5, 10)
 
@@ -542,7 +546,7 @@ def test_two_stages_may_not_use_one_name(tmp_path):
     with Stage(tmp_path, "locator", {}) as stage:
         stage.table("rankings", rankings, ["system", "question_id", "rank"])
     with pytest.raises(ValueError, match="system 'memloc' is ranked by the stages 'graph' and 'locator'"):
-        run_evaluation(CONFIG, tmp_path)
+        score_run(CONFIG, tmp_path, "", "")
 
 
 def test_nothing_to_score(tmp_path):

@@ -1,0 +1,339 @@
+"""Answer metrics against transformers' SQuAD code, sacrebleu and loops; evidence, baselines and a run with answers."""
+
+import json
+import logging
+import math
+
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_evaluation import CONFIG, make_run
+from transformers.data.metrics import squad_metrics
+
+from memloc.answer_metrics import (
+    CONSTANT,
+    SCORES,
+    answer_tokens,
+    as_scores,
+    bert_scores,
+    bleu4,
+    constant_answers,
+    correct_answers,
+    correct_gold,
+    evidence_scores,
+    exact_match,
+    gold_answers,
+    join_numbers,
+    load_corrections,
+    locator_costs,
+    overlap_f1,
+    read_answers,
+    rouge_l,
+    score_answers,
+    squad_f1,
+    squad_tokens,
+    token_f1,
+)
+from memloc.artifacts import Stage, stage_manifest, stage_table
+from memloc.evaluation import ROWS, EvaluationConfig, run_evaluation, score_table, summarise_scores
+
+relaxed = settings(deadline=None)
+plain_words = st.lists(st.sampled_from(["the", "a", "cat", "Cat,", "dog's", "well-known", "7.5", "...", "An", "tea!", "three"]), max_size=8).map(" ".join)
+
+
+@relaxed
+@given(plain_words, plain_words)
+def test_squad_metrics_agree_with_transformers(answer, gold):
+    assert squad_tokens(answer) == squad_metrics.get_tokens(answer)
+    assert squad_f1(answer, [gold]) == pytest.approx(squad_metrics.compute_f1(gold, answer))
+
+
+@relaxed
+@given(st.text(), st.text())
+def test_any_text_can_be_scored(answer, gold):
+    for metric in (token_f1, exact_match, squad_f1, bleu4, rouge_l):
+        assert 0 <= metric(answer, [gold]) <= 1 + 1e-9
+    assert token_f1(answer, [gold]) == pytest.approx(token_f1(gold, [answer]))
+    assert token_f1(answer, [gold, answer]) == exact_match(answer, [gold, answer]) == 1.0
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    ("7 May 2023", "May 7, 2023"), ("2023-05-07", "the 7th of May 2023"), ("7 may 2023", "May 7th 2023"), ("Sept. 3", "3 September"),
+    ("the twenty-first", "21"), ("fifteen", "15"), ("one hundred and five", "105"), ("two thousand five hundred", "2,500"), ("third", "3rd"),
+    ("zero", "0"), ("ＴＥＡ", "tea"), ("ninety nine", "99"), ("a hundred", "100"), ("three million", "3,000,000"), ("Café", "Cafe\u0301"),
+    ("20 mph", "20 mph."), ("self-care", "self care"), ("茶", "茶。")])
+def test_same_answer_in_other_words(one, other):
+    assert answer_tokens(one) == answer_tokens(other)
+    assert exact_match(one, [other]) == 1.0
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    ("7 May 2023", "7 June 2023"), ("5/7/2023", "7 May 2023"), ("1.5", "15"), ("one two", "12"), ("may be", "5"), ("-", "0"), ("6", "60")])
+def test_different_answers_stay_different(one, other):
+    assert exact_match(one, [other]) == 0.0
+
+
+@relaxed
+@given(st.integers(1, 999_999))
+def test_numbers_in_words(number):
+    ones = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+    tens = ["zero", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+
+    def below_hundred(n):
+        return [ones[n]] if n < 20 else [tens[n // 10]] + ([ones[n % 10]] if n % 10 else [])
+
+    def below_thousand(n):
+        return ([ones[n // 100], "hundred"] if n >= 100 else []) + (below_hundred(n % 100) if n % 100 else [])
+
+    words = ([*below_thousand(number // 1000), "thousand"] if number >= 1000 else []) + below_thousand(number % 1000)
+    assert join_numbers(words) == [str(number)]
+
+
+def test_f1_against_a_loop():
+    a, b = ["x", "y", "y", "z"], ["y", "y", "y", "w"]
+    left, hits = list(b), 0
+    for word in a:
+        if word in left:
+            left.remove(word)
+            hits += 1
+    precision, recall = hits / len(a), hits / len(b)
+    assert overlap_f1(a, b) == pytest.approx(2 * precision * recall / (precision + recall))
+    assert (overlap_f1([], []), overlap_f1([], b)) == (1.0, 0.0)
+
+
+def test_bleu_is_sacrebleu():
+    from sacrebleu import sentence_bleu
+    text, gold = "she left the piano with her sister in august", "her sister took the piano in august"
+    assert bleu4(text, [gold]) == pytest.approx(sentence_bleu(text, [gold], use_effective_order=True).score / 100)
+
+
+def test_bert_score_with_a_tokenizer_without_length(tmp_path):
+    import shutil
+
+    from memloc.encoders import minilm_folder
+    for path in minilm_folder().iterdir():
+        if path.is_file():
+            shutil.copy(path, tmp_path / path.name)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings.pop("model_max_length")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    long = "tea and rain " * 400
+    same = bert_scores(["green tea", long, ""], [["green tea"], [long], ["x"]], str(tmp_path))
+    assert same[0] == pytest.approx(1, abs=1e-3) and same[1] == pytest.approx(1, abs=1e-3) and same[2] == 0.0
+    assert same[0] == pytest.approx(bert_scores(["green tea"], [["green tea"]])[0], abs=1e-5)
+
+
+GOLD = pl.DataFrame({
+    "question_id": ["q1", "q2", "q3", "q4"], "category": ["temporal", "single-hop", "single-hop", "adversarial"],
+    "answer": ["7 May 2023", "15", "blue", None], "answer_type": ["text", "int", "text", None], "trap": [None, None, None, "a red bicycle"],
+    "is_abstention": [False, False, False, True], "source_question_id": [None, "x-2", None, None]})
+
+
+def answers_of(*texts, system="s"):
+    return pl.DataFrame({"system": system, "question_id": [f"q{i}" for i in range(1, len(texts) + 1)], "answer": texts,
+                         "abstained": [text == "Not mentioned." for text in texts]})
+
+
+def value_of(scores, question, metric, system="s"):
+    found = scores.filter(system=system, question_id=question, metric=metric)["value"]
+    return found.item() if len(found) else None
+
+
+def test_protocols():
+    scores = score_answers(answers_of("May 7, 2023", "fifteen", "red", "A red bicycle"), gold_answers(GOLD))
+    assert scores.schema == pl.Schema(SCORES)
+    assert [value_of(scores, f"q{i}", "exact_match") for i in range(1, 5)] == [1.0, 1.0, 0.0, None]
+    assert value_of(scores, "q4", "f1_trap") == 1.0 and value_of(scores, "q4", "f1") is None
+    assert value_of(scores, "q4", "abstention") == 0.0 and value_of(scores, "q1", "abstention") is None
+    assert value_of(scores, "q1", "over_abstention") == 0.0 and value_of(scores, "q4", "over_abstention") is None
+    assert "f1_trap" not in score_answers(answers_of("x"), gold_answers(GOLD.with_columns(trap=pl.lit(None, pl.String))))["metric"].to_list()
+
+
+def test_the_constant_answer_pays_only_for_abstention():
+    scores = score_answers(constant_answers(GOLD["question_id"]), gold_answers(GOLD))
+    means = dict(scores.group_by("metric").agg(pl.col("value").mean()).iter_rows())
+    assert (means["f1"], means["exact_match"], means["abstention"], means["over_abstention"], means["f1_trap"]) == (0, 0, 1, 1, 0)
+
+
+def test_several_gold_answers():
+    gold = gold_answers(GOLD[:1].with_columns(answers=pl.Series([["7 May 2023", "last Sunday"]])))
+    assert value_of(score_answers(answers_of("last sunday"), gold), "q1", "f1") == 1.0
+    with pytest.raises(ValueError, match="question 'q1' comes twice"):
+        gold_answers(pl.concat([GOLD, GOLD[:1]]))
+
+
+def test_corrections(tmp_path):
+    path = tmp_path / "fixes.csv"
+    path.write_text("question_id,action,answer\nq1,accept,8 May 2023\nx-2,replace,16\nq3,drop,\n")
+    fixes, published = load_corrections(path), gold_answers(GOLD)
+    fixed = correct_gold(published, fixes)
+    assert dict(fixed.select("question_id", "answers").iter_rows()) == {"q1": ["7 May 2023", "8 May 2023"], "q2": ["16"], "q4": []}
+    ceiling = score_answers(correct_answers(published, fixes), published).filter(metric="exact_match")
+    assert ceiling["value"].to_list() == [1.0, 0.0, 0.0]
+    for content, message in [("question_id,answer\nq1,x\n", r"lacks the columns \['action'\]"), ("question_id,action,answer\nq1,fix,x\n", "action 'fix'"),
+                             ("question_id,action,answer\nq1,drop,x\n", "action 'drop' with answer 'x'"),
+                             ("question_id,action,answer\nq1,replace,\n", "action 'replace' with answer None"),
+                             ("question_id,action,answer\nq1,drop,\nq1,accept,x\n", "both dropped and corrected")]:
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            load_corrections(path)
+    path.write_text("question_id,action,answer\nq77,replace,x\n")
+    with pytest.raises(ValueError, match="'q77' and 0 more are not in the gold"):
+        correct_gold(published, load_corrections(path))
+
+
+@relaxed
+@given(st.sets(st.integers(0, 6)), st.sets(st.integers(0, 6), min_size=1))
+def test_evidence_against_sets(named, gold):
+    table = pl.DataFrame({"question_id": ["q"] * len(named), "turn_id": [f"t{i}" for i in named]},
+                         schema={"question_id": pl.String, "turn_id": pl.String})
+    scores = evidence_scores(table, pl.DataFrame({"question_id": ["q"], "evidence_turns": [[f"t{i}" for i in gold]]}), ["q"], "s")
+    hits = len(named & gold)
+    precision, recall = hits / len(named) if named else 0.0, hits / len(gold)
+    assert value_of(scores, "q", "evidence_precision") == pytest.approx(precision)
+    assert value_of(scores, "q", "evidence_recall") == pytest.approx(recall)
+    assert value_of(scores, "q", "evidence_f1") == pytest.approx(2 * precision * recall / (precision + recall) if hits else 0.0)
+
+
+def test_evidence_skips_questions_without_gold_and_those_not_asked():
+    gold = pl.DataFrame({"question_id": ["a", "b", "c"], "evidence_turns": [["t1"], [], ["t2"]]})
+    none = pl.DataFrame(schema={"question_id": pl.String, "turn_id": pl.String})
+    assert evidence_scores(none, gold, ["a", "b"])["question_id"].unique().to_list() == ["a"]
+
+
+def make_answered(folder, n=40, located=None, variants=("none", "cue"), failures=()):
+    "The tiny run of the retrieval tests, with gold answers, a locator stage and a generation stage."
+    make_run(folder, n=n)
+    tables = {name: stage_table(folder, "data", name) for name in ("conversations", "sessions", "questions", "gold")}
+    tables["turns"] = tables["sessions"].select("session_id", "conversation_id", position=pl.int_ranges(0, 3)).explode("position").with_columns(
+        turn_id=pl.concat_str("session_id", pl.lit("/t"), pl.col("position").cast(pl.String)))
+    adversarial = pl.col("category") == "adversarial"
+    number = pl.int_range(pl.len()).cast(pl.String)
+    tables["gold"] = tables["gold"].with_columns(
+        answer=pl.when(adversarial).then(None).otherwise(pl.lit("fact ") + number), trap=pl.when(adversarial).then(pl.lit("trap ") + number),
+        evidence_turns=pl.col("evidence_sessions").list.eval(pl.element() + "/t1"), source_question_id=pl.lit(None, pl.String))
+    with Stage(folder, "data", {"dataset": "locomo"}) as stage:
+        for name, table in tables.items():
+            stage.table(name, table, table.columns[0])
+        stage.json("dataset", {"label": "locomo@79fa87e9"})
+    ids = tables["questions"]["question_id"].to_list()[:located]
+    base = stage_table(folder, "graph", "rankings").filter(pl.col("question_id").is_in(ids))
+    evidence = base.filter(pl.col("rank") <= 2).select("question_id", "session_id", turn_id=pl.col("session_id") + "/t1", rank="rank")
+    calls = pl.DataFrame({"question_id": ids * 2, "step": ["extract"] * len(ids) + ["rerank"] * len(ids), "n_prompt_tokens": 100,
+                          "n_completion_tokens": 10, "seconds": 0.5})
+    with Stage(folder, "locator", {"base": "memloc", "locator": "encoder", "top_k": 3}) as stage:
+        stage.table("rankings", base.with_columns(system=pl.lit("memloc + encoder locator")), ["system", "question_id", "rank"])
+        stage.table("evidence", evidence, ["question_id", "turn_id"])
+        stage.table("calls", calls, ["question_id", "step"])
+    answers = dict(tables["gold"].select("question_id", "answer").iter_rows())
+    rows = [{"question_id": name, "variant": variant, "answer": (answers[name] if variant == "cue" else "fact") or "Not mentioned.",
+             "abstained": not answers[name] and variant == "cue", "status": "error: timeout" if (name, variant) in failures else "ok",
+             "n_prompt_tokens": 300, "n_completion_tokens": 5, "seconds": 1.5} for name in ids for variant in variants]
+    with Stage(folder, "generation", {"model": "local:smollm2", "variant": ",".join(variants)}) as stage:
+        stage.table("answers", pl.DataFrame(rows), ["variant", "question_id"])
+        stage.json("traces", [])
+    return folder
+
+
+def cell(rows, **equal):
+    return rows.filter(**equal).row(0, named=True)
+
+
+def test_a_run_with_answers(tmp_path):
+    rows = run_evaluation(CONFIG, make_answered(tmp_path))
+    assert rows.schema == pl.Schema(ROWS)
+    assert set(rows["table"]) == {"retrieval", "ablation", "evidence", "answers", "locator cost", "cost"}
+    cue = {"table": "answers", "system": "cue (smollm2)", "split": "all"}
+    assert cell(rows, **cue, metric="f1") | {"low": 100.0, "high": 100.0} == cell(rows, **cue, metric="f1")
+    assert (cell(rows, **cue, metric="f1")["value"], cell(rows, **cue, metric="f1")["n"]) == (100.0, 30)
+    assert (cell(rows, **cue, metric="f1_trap")["n"], cell(rows, **cue, metric="abstention")["n"]) == (40, 10)
+    assert cell(rows, **cue, metric="abstention")["value"] == 100 and cell(rows, **cue, metric="over_abstention")["value"] == 0
+    guess = cell(rows, table="answers", system="no memory (smollm2)", split="all, macro", metric="f1")
+    assert guess["value"] == pytest.approx(100 * 2 / 3, abs=0.01) and guess["encoder"] == "none"
+    assert cell(rows, table="answers", system=CONSTANT, split="all", metric="f1")["value"] == 0
+    named = cell(rows, table="evidence", system="memloc + encoder locator", split="all", metric="evidence_recall")
+    every = cell(rows, table="evidence", system="every turn of the first 3", split="all", metric="evidence_recall")
+    assert named["n"] == every["n"] == 39 and 0 < named["value"] <= every["value"]
+    assert cell(rows, table="cost", system="cue (smollm2)", split="all", metric="generator_tokens")["value"] == 300
+    assert cell(rows, table="locator cost", split="all", metric="locator_tokens")["value"] == 220
+    harm = stage_table(tmp_path, "evaluation", "paired").filter(system="memloc + encoder locator", against="memloc", split="all", metric="recall", k=3)
+    assert (harm["difference"].item(), harm["n"].item(), harm["p_value"].item()) == (0.0, 39, 1.0)
+    text = (tmp_path / "evaluation" / "report.md").read_text()
+    for part in ("## Evidence, answers and cost", "cue (smollm2)", "evidence_recall (n 39)", "generator_tokens (n 40)"):
+        assert part in text
+    assert math.isfinite(json.loads((tmp_path / "evaluation" / "report.json").read_text())["seconds"]["generation"])
+    back = pl.read_csv(tmp_path / "evaluation" / "rows.csv", schema=ROWS).with_columns(pl.col(pl.String).fill_null(""))
+    assert back.equals(stage_table(tmp_path, "evaluation", "rows"))
+    assert score_table(rows, "answers").frame["system"].to_list() == [CONSTANT, "cue (smollm2)", "no memory (smollm2)"]
+
+
+def test_a_locator_on_a_subset_gets_a_table_of_its_own(tmp_path):
+    rows = run_evaluation(CONFIG, make_answered(tmp_path, located=12))
+    located = rows.filter(table="located", split="all", metric="recall", k=3)
+    assert set(located["system"]) == {"memloc", "memloc + encoder locator", "ceiling"} and set(located["n"]) == {11}
+    assert "memloc + encoder locator" not in rows.filter(table="retrieval")["system"].to_list()
+    assert set(rows.filter(table="retrieval", split="all")["n"]) == {39}
+    paired = stage_table(tmp_path, "evaluation", "paired").filter(split="all", metric="recall", k=3)
+    assert dict(paired.select("system", "n").iter_rows()) == {"memloc": 39, "memloc + encoder locator": 11}
+
+
+def test_failed_answers_are_left_out_for_all_and_listed(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        rows = run_evaluation(CONFIG, make_answered(tmp_path, failures=[("c1/q001", "none"), ("c1/q002", "cue")]))
+    assert set(rows.filter(table="answers", split="all", metric="f1")["n"]) == {28}
+    assert stage_table(tmp_path, "evaluation", "left_out").rows() == [
+        ("c1/q001", "none: error: timeout"), ("c1/q002", "cue: error: timeout")]
+    assert "2 of 40 questions have no answer of every variant" in caplog.text
+    assert len(json.loads((tmp_path / "evaluation" / "report.json").read_text())["answers_left_out"]) == 2
+
+
+def test_scores_above_a_known_ceiling_warn(tmp_path, caplog):
+    make_answered(tmp_path)
+    gold = stage_table(tmp_path, "data", "gold")
+    wrong = gold.filter(category="multi-hop")["question_id"].to_list()
+    path = tmp_path / "known.csv"
+    path.write_text("question_id,action,answer\n" + "".join(f"{name},replace,other\n" for name in wrong))
+    with caplog.at_level(logging.WARNING):
+        rows = run_evaluation(EvaluationConfig(n_bootstrap=200, corrections=str(path)), tmp_path)
+    ceiling = cell(rows, table="answers", system="ceiling", split="all", metric="exact_match")["value"]
+    assert ceiling == pytest.approx(100 * 20 / 30, abs=0.01)
+    assert "answers, cue (smollm2): exact_match of 100.00 on all is above the ceiling of 66.67" in caplog.text
+    assert cell(rows, table="answers, corrected gold", system="cue (smollm2)", split="all", metric="exact_match")["value"] == ceiling
+    assert stage_manifest(tmp_path, "evaluation")["counts"]["n_above_ceiling"] > 0
+
+
+def test_a_judge_in_a_run(tmp_path, monkeypatch):
+    from test_judge import Scripted
+
+    import memloc.llm
+    model = Scripted(lambda rule, text: "yes" if "fact" in text.split("\n")[2] else "no")
+    monkeypatch.setattr(memloc.llm, "cached_model", lambda spec, stage: model, raising=False)
+    rows = run_evaluation(EvaluationConfig(n_bootstrap=200, judge_model="local:toy", judge_questions=8), make_answered(tmp_path))
+    found = rows.filter(table="judge", split="all")
+    assert set(found["metric"]) == {f"judge_{name}_toy" for name in ("strict", "lenient", "rubric")} and set(found["n"]) == {8}
+    assert len(stage_table(tmp_path, "evaluation", "verdicts")) == 2 * 3 * 8
+    examined = stage_table(tmp_path, "evaluation", "judge").filter(planted="wrong")
+    assert examined["accepted"].to_list() == [1.0] * 3  # this judge accepts anything that says "fact": now it is known
+
+
+def test_answers_twice_are_refused(tmp_path):
+    make_answered(tmp_path)
+    answers = stage_table(tmp_path, "generation", "answers")
+    with Stage(tmp_path, "generation", {"model": "local:smollm2"}) as stage:
+        stage.table("answers", pl.concat([answers, answers[:1]]), ["variant", "question_id"])
+    with pytest.raises(ValueError, match="was answered twice by variant"):
+        read_answers(tmp_path)
+
+
+def test_metrics_without_a_shared_question_are_left_out(caplog):
+    scores = as_scores([("A", "q1", "f1", 1.0), ("B", "q2", "f1", 1.0)])
+    groups = pl.DataFrame({"split": ["all", "all"], "question_id": ["q1", "q2"]})
+    assert summarise_scores(scores, groups, groups.select("question_id", category=pl.lit("x"))).is_empty()
+    assert "no question has a value of every system" in caplog.text
+
+
+def test_costs_without_calls():
+    none = pl.DataFrame(schema={"question_id": pl.String, "step": pl.String, "n_prompt_tokens": pl.Int64, "n_completion_tokens": pl.Int64,
+                                "seconds": pl.Float64})
+    assert locator_costs(none, ["q"], "s")["value"].to_list() == [0.0, 0.0, 0.0]
