@@ -268,7 +268,8 @@ def model_label(
     spec: str,  # like "local:smollm2" or "endpoint:MODEL@http://..."
 ) -> str:       # like "smollm2"
     "The short name of a model."
-    return Path(spec.split(":", 1)[-1].rpartition("@http")[0] or spec.split(":", 1)[-1]).name
+    name = spec.partition("?")[0].split(":", 1)[-1]
+    return Path(name.rpartition("@http")[0] or name).name
 
 
 def read_scored_answers(
@@ -516,7 +517,7 @@ def report_of(
     more = [score_table(scores.rows, name) for name in score_tables(scores.rows)]
     first = (f"{report['n_scored']:,} of {scores.n_questions:,} questions scored; excluded: {counted}. "
              f"{date}, commit {commit}.")
-    lines = [f"# Retrieval on {scores.dataset}", first, *tables, "## Paired differences", paired_shown(tests),
+    lines = [f"# Results on {scores.dataset}", first, *tables, "## Paired differences", paired_shown(tests),
              "## The paper's rows beside ours", *(beside or ["There are no published rows for this dataset."]),
              *(["## Evidence, answers and cost", *more] if more else []), f"{len(impossible)} rows are above the ceiling."]
     return report, "\n\n".join(str(line) for line in lines) + "\n"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['log', 'SMOLLM2_PACKAGE', 'SMOLLM2_SHA256', 'SHAPING_FILES', 'DTYPES', 'MIN_SHARED', 'smollm2_file', 'smollm2_folder',
            'convert_gguf', 'folder_fingerprint', 'choose_device', 'measured_dtype', 'choose_dtype', 'shared_beginning',
-           'pad_middle', 'drawing', 'LocalModel', 'load_model', 'cached_model']
+           'alike_groups', 'pad_middle', 'drawing', 'LocalModel', 'split_spec', 'load_model', 'cached_model']
 
 # %% ../nbs/parts/llm.ipynb #467b730b
 import copy
@@ -13,12 +13,17 @@ import functools
 import json
 import logging
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
+
+import yaml
 
 from memloc.chat import (
     CachedModel,
@@ -155,6 +160,22 @@ def shared_beginning(
     shared = next((i for i in range(limit) if first[i] != last[i]), limit)
     return shared if shared >= MIN_SHARED and len(prompts) > 1 else 0
 
+# %% ../nbs/parts/llm.ipynb #33e0461a
+def alike_groups(
+    prompts: Sequence[Sequence[int]],  # token ids
+    least: float = 0.5,                # share of a prompt that must be common to it and its neighbour
+) -> list[list[int]]:                  # places of the prompts; the last group holds those that stand alone, by length
+    "Prompts that begin alike for the greater part, together."
+    groups: list[list[int]] = []
+    for place in sorted(range(len(prompts)), key=prompts.__getitem__):
+        before = prompts[groups[-1][-1]] if groups else []
+        if shared_beginning([before, prompts[place]]) > least*len(prompts[place]):
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    alone = sorted((group[0] for group in groups if len(group) == 1), key=lambda place: len(prompts[place]))
+    return [group for group in groups if len(group) > 1] + [alone]*(len(alone) > 0)
+
 # %% ../nbs/parts/llm.ipynb #9c333eb7
 def pad_middle(
     prompts: Sequence[Sequence[int]],  # token ids of n prompts
@@ -183,7 +204,7 @@ def drawing(
         torch.manual_seed(sampling.seed)
         yield {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
 
-# %% ../nbs/parts/llm.ipynb #94804bdb
+# %% ../nbs/parts/llm.ipynb #dab6f289
 class LocalModel:
     "A causal language model run by transformers on this machine."
 
@@ -256,13 +277,14 @@ class LocalModel:
         for place, prompt in enumerate(prompts):
             if len(prompt) + sampling.max_tokens > self.context:
                 settle(place, self._too_long(len(prompt), sampling))
-        fitting = sorted((len(prompts[place]), place) for place, outcome in enumerate(outcomes) if outcome is None)
-        places = [place for _, place in fitting]
-        shared = self._read_shared([prompts[place] for place in places])
-        for start in range(0, len(places), self.batch_size):
-            chosen = places[start:start + self.batch_size]
-            for place, outcome in zip(chosen, self._generate([prompts[i] for i in chosen], sampling, shared), strict=True):
-                settle(place, outcome)
+        fitting = [place for place, outcome in enumerate(outcomes) if outcome is None]
+        for group in alike_groups([prompts[place] for place in fitting]):
+            places = [fitting[number] for number in group]
+            shared = self._read_shared([prompts[place] for place in places])
+            for start in range(0, len(places), self.batch_size):
+                chosen = places[start:start + self.batch_size]
+                for place, outcome in zip(chosen, self._generate([prompts[i] for i in chosen], sampling, shared), strict=True):
+                    settle(place, outcome)
         return outcomes
 
     def _too_long(self, n_prompt: int, sampling: Sampling) -> LLMError:
@@ -316,12 +338,36 @@ class LocalModel:
         return {token for token in (*listed, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id) if token is not None}
 
 # %% ../nbs/parts/llm.ipynb #3c5fe9e9
+def split_spec(
+    spec: str,  # see the table above
+) -> tuple[str, dict[str, Any]]:  # the name before `?`; the settings after it
+    "A spec without its settings, and these."
+    bare, _, query = spec.partition("?")
+    pairs = [part.partition("=") for part in query.split("&") if part]
+    if wrong := [name for name, sign, _ in pairs if not sign]:
+        raise ValueError(f"model spec {spec!r}: {wrong[0]!r} has no value; write settings as NAME=VALUE&NAME=VALUE")
+    settings = {name: yaml.safe_load(unquote(value)) for name, _, value in pairs}
+    kind = LocalModel if bare.startswith("local:") else EndpointModel
+    known = [*list(signature(kind).parameters)[1:], "prices"]
+    if unknown := [name for name in settings if name not in known]:
+        raise ValueError(f"model spec {spec!r}: unknown setting {unknown[0]!r}; known: {', '.join(known)}")
+    if "prices" in settings:
+        prices = re.fullmatch(r"([0-9.]+), ?([0-9.]+)", str(settings["prices"]))
+        if not prices:
+            raise ValueError(f"model spec {spec!r}: write prices=PROMPT,REPLY, money per million tokens")
+        settings["prices"] = float(prices[1]), float(prices[2])
+    return bare, settings
+
+
 def load_model(
     spec: str,           # see the table above
-    **settings: Any,     # of `LocalModel` or `EndpointModel`
+    **settings: Any,     # of `LocalModel` or `EndpointModel`; they win over those in the spec
 ) -> ChatModel:
     "A model from its one-line name."
-    kind, _, name = spec.partition(":")
+    bare, own = split_spec(spec)
+    own.pop("prices", None)
+    settings = own | settings
+    kind, _, name = bare.partition(":")
     if kind not in ("local", "endpoint") or not name:
         raise ValueError(f"model spec {spec!r}: write 'local:smollm2', 'local:/folder' or 'endpoint:MODEL@http://host:port/v1'")
     if kind == "local":
@@ -338,4 +384,6 @@ def cached_model(
     **settings: Any,                      # of the model
 ) -> CachedModel:
     "A model from its name, with replay cache and ledger."
-    return CachedModel(load_model(spec, **settings), Path(cache_dir or default_cache_dir()) / "replies", ledger, stage)
+    model, ledger, own = load_model(spec, **settings), Ledger() if ledger is None else ledger, split_spec(spec)[1]
+    ledger.prices |= {model.name: own["prices"]} if "prices" in own else {}
+    return CachedModel(model, Path(cache_dir or default_cache_dir()) / "replies", ledger, stage)

@@ -278,6 +278,8 @@ STAGE_CONFIGS = {
     "01_memory_units": "memloc.memory_units:UnitsConfig",
     "02_routing": "memloc.routing:RoutingConfig",
     "03_graph_ppr": "memloc.graph_ppr:GraphConfig",
+    "06_locator": "memloc.locator:LocatorConfig",
+    "07_generation": "memloc.generation:GenerationConfig",
     "08_evaluation": "memloc.evaluation:EvaluationConfig",
 }
 

@@ -153,13 +153,15 @@ def resolve_parameters(
 ) -> tuple[Step, ...]:             # steps with all their parameters, without run_dir
     "Give every stage the parameters it will run with."
     defaults = [notebook_parameters(step.notebook) for step in profile.steps]
-    known = set().union(*defaults) - {"run_dir"}
+    own = {f"{step.stage}.{key}" for step, stage_defaults in zip(profile.steps, defaults, strict=True) for key in stage_defaults}
+    known = {key for key in own.union(*defaults) if key.rpartition(".")[2] != "run_dir"}
     for key in overrides:
         if key not in known:
-            raise ValueError(f"unknown parameter {key!r}; {_closest(key, known)}")
+            raise ValueError(f"unknown parameter {key!r}; {_closest(key, [name for name in known if '.' not in name or '.' in key])}")
     steps = []
     for step, stage_defaults in zip(profile.steps, defaults, strict=True):
         given = step.parameters | {key: value for key, value in overrides.items() if key in stage_defaults}
+        given |= {key: overrides[f"{step.stage}.{key}"] for key in stage_defaults if f"{step.stage}.{key}" in overrides}
         given = {key: _fitting(key, value, stage_defaults[key]) for key, value in given.items()}
         resolved = {key: value for key, value in (stage_defaults | given).items() if key != "run_dir"}
         if resolved.get("data"):
@@ -367,11 +369,12 @@ def _read_log(run_dir: Path, profile: Profile) -> dict[str, Any]:
 
 
 def _up_to_date(step: Step, key: str, run_dir: Path, log: dict[str, Any]) -> bool:
-    "Whether a stage's key and files are those of its last run."
+    "Whether a stage's key and files are those of its last run, and no call to a model failed in it."
     return (log["stages"].get(step.stage, {}).get("key") == key
             and (run_dir/step.stage/"manifest.json").is_file()
             and (run_dir/"notebooks"/step.notebook.name).is_file()
-            and not changed_outputs(run_dir, step.stage))
+            and not changed_outputs(run_dir, step.stage)
+            and not stage_manifest(run_dir, step.stage)["counts"].get("errors"))
 
 # %% ../nbs/parts/pipeline.ipynb #e9db35e0
 def run_profile(

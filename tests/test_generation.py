@@ -285,7 +285,7 @@ def run_dir(located_run, tmp_path, monkeypatch):
 class TestStage:
     def test_no_gold_label_is_read(self, run_dir):
         (run_dir/"data"/"gold.parquet").unlink()
-        assert run_generation(GenerationConfig(model="extractive"), run_dir)["errors"].to_list() == [0]
+        assert run_generation(GenerationConfig(model="extractive"), run_dir)["without_answer"].to_list() == [0]
         assert not any("gold" in name for name in stage_manifest(run_dir, "generation")["inputs"])
 
     def test_table_3_in_one_run(self, run_dir):
@@ -327,7 +327,7 @@ class TestStage:
     def test_a_reply_of_citations_alone_is_no_empty_answer(self, run_dir):
         run_generation(GenerationConfig(n_questions=1), run_dir, Scripted("[1] [2]"))
         answers = stage_table(run_dir, "generation", "answers")
-        assert answers["answer"].to_list() == [None] and answers["status"][0].startswith("error: empty")
+        assert answers["answer"].to_list() == [None] and answers["status"][0].startswith("no answer")
 
     def test_the_bill_is_logged_before_the_first_call(self, run_dir, caplog):
         class Refuses(Scripted):
@@ -352,7 +352,7 @@ class TestStage:
         model.context = 80
         run_generation(GenerationConfig(n_questions=2), run_dir, model)
         assert model.prompts == []
-        assert stage_table(run_dir, "generation", "answers")["status"].str.starts_with("error: context").all()
+        assert stage_table(run_dir, "generation", "answers")["status"].str.starts_with("no prompt: context").all()
 
     def test_three_traces(self, run_dir):
         run_generation(GenerationConfig(model="extractive", n_questions=5), run_dir)
