@@ -48,8 +48,9 @@ def imported_modules() -> dict[str, set[str]]:
                 [node.module] if isinstance(node, ast.ImportFrom) and not node.level else [])
             for name in names:
                 found.setdefault(name.partition(".")[0], set()).add(path.relative_to(ROOT).as_posix())
+    own = {"memloc", *(path.stem for path in (ROOT/"tests").glob("*.py"))}
     return {name: where for name, where in found.items()
-            if name not in sys.stdlib_module_names and name not in {"memloc", "conftest"}}
+            if name not in sys.stdlib_module_names and name not in own}
 
 
 def test_environment_yml_says_what_the_lock_says():

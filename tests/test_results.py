@@ -6,7 +6,7 @@ import nbformat
 import polars as pl
 import pytest
 
-from memloc.results import markdown_table, publish, rows_to_keep, with_block
+from memloc.results import markdown_table, publish, readme_block, rows_to_keep, with_block
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCOMO = ROOT/"nbs/results/locomo.csv"
@@ -16,7 +16,7 @@ def test_readme_table_is_made_from_the_committed_rows():
     text = (ROOT/"README.md").read_text("utf-8")
     rows = pl.read_csv(LOCOMO, infer_schema_length=None)
     assert rows.filter(pl.col("split") == "all")["n"].max() == 1982
-    assert with_block(text, markdown_table(rows)) == text
+    assert with_block(text, readme_block(rows)) == text
 
 
 def test_committed_rows_come_from_a_clean_commit():
