@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LIBRARIES', 'replacing', 'sha256_file', 'write_table', 'read_table', 'write_array', 'read_array', 'write_json',
-           'read_json', 'git_commit', 'library_versions', 'Stage', 'stage_manifest', 'stage_table', 'stage_array',
-           'without_host', 'changed_outputs']
+           'read_json', 'git_commit', 'library_versions', 'Stage', 'has_parts', 'stage_manifest', 'stage_table',
+           'stage_array', 'without_host', 'changed_outputs']
 
 # %% ../nbs/parts/artifacts.ipynb #ff170adc
 import dataclasses
@@ -243,6 +243,14 @@ class Stage:
         self.counts |= {name: int(value) for name, value in counts.items()}
 
 # %% ../nbs/parts/artifacts.ipynb #66d7a317
+def has_parts(
+    content: Any,      # from a JSON file
+    **parts: type,     # key -> type of its value
+) -> bool:
+    "Whether a JSON object holds these keys with values of these types."
+    return isinstance(content, dict) and all(isinstance(content.get(key), kind) for key, kind in parts.items())
+
+
 def stage_manifest(
     run_dir: str | Path,  # folder of the run
     stage: str,           # like "units"
@@ -251,7 +259,10 @@ def stage_manifest(
     path = Path(run_dir)/stage/"manifest.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: stage {stage!r} has not finished in this run; run it first")
-    return read_json(path)
+    manifest = read_json(path)
+    if not has_parts(manifest, outputs=dict, settings=dict):
+        raise ValueError(f"{path}: not the manifest of a stage; delete it and run stage {stage!r} again")
+    return manifest
 
 
 def _output(run_dir: str | Path, stage: str, file_name: str) -> Path:

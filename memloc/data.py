@@ -56,6 +56,18 @@ def plain(
     return check_form(list[PlainConversation], records if isinstance(records, list) else [records], log.file, "plain")
 
 # %% ../nbs/00_data.ipynb #4ccbd0d5
+def _unxz(content: bytes) -> bytes:
+    "All streams of an xz file; what follows them is an error (`lzma.decompress` passes over it)."
+    parts = []
+    while content:
+        unpacker = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+        parts.append(unpacker.decompress(content))
+        if not unpacker.eof:
+            raise EOFError("the file ends early")
+        content = unpacker.unused_data.lstrip(b"\0")  # padding between streams
+    return b"".join(parts)
+
+
 def read_content(
     path: str | Path,  # a file, packed or not
 ) -> bytes:            # its content, unpacked
@@ -67,7 +79,7 @@ def read_content(
     content = path.read_bytes()
     try:
         if content.startswith(b"\xfd7zXZ\x00"):
-            return lzma.decompress(content)
+            return _unxz(content)
         if content.startswith(b"\x1f\x8b"):
             return gzip.decompress(content)
     except (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile) as error:

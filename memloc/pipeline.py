@@ -28,7 +28,7 @@ import yaml
 
 # %% ../nbs/parts/pipeline.ipynb #73d1450f
 from memloc.artifacts import (
-    changed_outputs, git_commit, library_versions, read_json, read_table, replacing, sha256_file, stage_manifest,
+    changed_outputs, git_commit, has_parts, library_versions, read_json, read_table, replacing, sha256_file, stage_manifest,
     write_json,
 )
 from .notebooks import kernel_environment, notebook_parameters, own_kernel, skip_marked
@@ -363,6 +363,8 @@ def _read_log(run_dir: Path, profile: Profile) -> dict[str, Any]:
     "The run's log so far; a folder of another profile is refused."
     path = run_dir/"run.json"
     log = read_json(path) if path.is_file() else {"profile": profile.name, "stages": {}, "host": {}}
+    if not has_parts(log, profile=str, stages=dict, host=dict):
+        raise ValueError(f"{path}: not the log of a run; delete it and run again, replies and vectors are kept elsewhere")
     if log["profile"] != profile.name:
         raise ValueError(f"{run_dir} holds a run of profile {log['profile']!r}; choose another --name or delete it")
     return log
@@ -374,7 +376,7 @@ def _up_to_date(step: Step, key: str, run_dir: Path, log: dict[str, Any]) -> boo
             and (run_dir/step.stage/"manifest.json").is_file()
             and (run_dir/"notebooks"/step.notebook.name).is_file()
             and not changed_outputs(run_dir, step.stage)
-            and not stage_manifest(run_dir, step.stage)["counts"].get("errors"))
+            and not stage_manifest(run_dir, step.stage).get("counts", {}).get("errors"))
 
 # %% ../nbs/parts/pipeline.ipynb #e9db35e0
 def run_profile(

@@ -65,6 +65,10 @@ def aggregate(
     top: int = 0,             # for "top"
 ) -> np.ndarray:              # shape (n_queries, n_sessions), NaN where a session has no member
     "One score per session from the scores of its members."
+    if how not in ("mean", "max", "top") or (how == "top" and top < 1):
+        raise ValueError(f"how={how!r}, top={top}: use 'mean', 'max', or 'top' with top >= 1")
+    if not len(indptr) or indptr[0] != 0 or indptr[-1] != scores.shape[1] or (np.diff(indptr) < 0).any():
+        raise ValueError(f"indptr must rise from 0 to the number of members, {scores.shape[1]}; got {np.asarray(indptr).tolist()[:8]}")
     n_sessions = len(indptr) - 1
     out = np.full((len(scores), n_sessions), np.nan, dtype=np.float64)
     for session in np.flatnonzero(np.diff(indptr)):

@@ -177,6 +177,7 @@ def good() -> bytes:
     (b"\xff\xfehello", "byte 0 is not UTF-8"),
     (b"hello", "not JSON"),
     (lzma.compress(good())[:60], "damaged or cut short"),
+    (lzma.compress(good()) + b"garbage", "damaged or cut short"),
     (gzip.compress(good())[:60], "damaged or cut short"),
     (gzip.compress(good())[:-8] + b"12345678", "damaged or cut short"),
     (b"PAR1 and no more", "damaged or cut short"),

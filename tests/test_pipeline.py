@@ -242,3 +242,12 @@ def test_a_changed_or_missing_report_is_made_again(project):
     (folder/"report.html").write_text("changed", "utf-8")
     again = run_profile("toy", root=project)
     assert again.ran == () and (folder/"report.json").is_file() and (folder/"report.html").read_text("utf-8") != "changed"
+
+
+@pytest.mark.parametrize(("name", "text", "reason"), [("run.json", "[]", "not the log of a run"), ("run.json", '{"profile": "toy"}', "not the log of a run"),
+                                                      ("squares/manifest.json", "{}", "not the manifest of a stage")])
+def test_damaged_files_of_a_run_are_named_with_a_remedy(project, name, text, reason):
+    first = run_profile("toy", root=project)
+    (first.folder/name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}: {reason}.* delete it and run"):
+        run_profile("toy", root=project)

@@ -374,3 +374,10 @@ def test_settings_of_the_wrong_type_are_refused_by_name(settings):
         GraphConfig(**settings)
     with pytest.raises(TypeError, match="temperature"):
         RoutingConfig(temperature="1e-3")
+
+
+@pytest.mark.parametrize(("indptr", "how", "top"), [([0, 3], "mean", 0), ([1, 5], "mean", 0), ([0, 4, 2, 5], "max", 0), ([], "mean", 0),
+                                                    ([0, 5], "median", 0), ([0, 5], "top", 0)])
+def test_members_that_do_not_fit_and_unknown_rules_are_refused(indptr, how, top):
+    with pytest.raises(ValueError, match="indptr must rise from 0|use 'mean', 'max'"):
+        aggregate(np.zeros((2, 5)), np.array(indptr), how, top)
