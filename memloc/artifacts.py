@@ -72,7 +72,10 @@ def read_table(
     "Read a parquet table whole."
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such table; run the stage that writes it first")
-    return pl.read_parquet(path)
+    try:
+        return pl.read_parquet(path)
+    except pl.exceptions.PolarsError as error:
+        raise ValueError(f"{path}: damaged table ({error}); delete it and run its stage again") from error
 
 # %% ../nbs/parts/artifacts.ipynb #98ae09b4
 def write_array(
@@ -92,7 +95,10 @@ def read_array(
     "Read an npy array; a file that holds a pickle is refused."
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such array; run the stage that writes it first")
-    return np.load(path, allow_pickle=False)
+    try:
+        return np.load(path, allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path}: damaged array ({error}); delete it and run its stage again") from error
 
 # %% ../nbs/parts/artifacts.ipynb #b7e56deb
 def _plain(value: Any) -> Any:
@@ -126,7 +132,7 @@ def read_json(
         raise FileNotFoundError(f"{path}: no such file; run the stage that writes it first")
     try:
         return json.loads(Path(path).read_text("utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error}); delete it and run its stage again") from error
 
 # %% ../nbs/parts/artifacts.ipynb #ace3b77a

@@ -264,9 +264,13 @@ class CachedModel:
         if not path.is_file():
             return None
         try:
-            return Reply(**read_json(path)["reply"] | {"cached": True})
+            reply = Reply(**read_json(path)["reply"] | {"cached": True})
         except (TypeError, KeyError) as error:
             raise ValueError(f"{path}: not a kept reply ({error}); delete it and run again") from error
+        counts = (reply.n_prompt_tokens, reply.n_completion_tokens)
+        if not isinstance(reply.text, str) or not reply.text.strip() or not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(f"{path}: not a kept reply (text or token counts are not what they must be); delete it and run again")
+        return reply
 
     def chat(self, batch: Sequence[Sequence[Message]], sampling: Sampling, on_reply: OnReply | None = None) -> list[Outcome]:
         "Answer a batch of prompts, kept replies first."

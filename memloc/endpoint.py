@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from .chat import LLMError, Message, OnReply, Outcome, Reply, Sampling, finish_reply, harmless
-from .encoders import key_of
+from .encoders import encodable, key_of
 
 # %% ../nbs/parts/endpoint.ipynb #77c960e7
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def estimate_tokens(
     return math.ceil(size / BYTES_PER_TOKEN) + TOKENS_PER_MESSAGE * len(messages)
 
 # %% ../nbs/parts/endpoint.ipynb #db5928d6
-UNREADABLE = (ValueError, TypeError, AttributeError, LookupError)  # raised over an answer that is not what was promised
+UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, RecursionError)  # raised over an answer that is not what was promised
 _TOO_LONG = re.compile(r"context.{0,12}(length|window|size)|maximum.{0,20}tokens|too (long|many tokens)", re.IGNORECASE)
 
 
@@ -106,11 +106,18 @@ def read_completion(
     message, usage = choice.message, completion.usage
     if choice.finish_reason == "content_filter" or getattr(message, "refusal", None):
         return LLMError("content", f"{model}: {getattr(message, 'refusal', None) or 'stopped by a content filter'}")
-    text = message.content or ""
+    text = encodable(message.content or "")
     thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or None
-    n_prompt, n_completion = (usage.prompt_tokens, usage.completion_tokens) if usage else (n_estimated, _tokens_of(text))
+    thoughts = encodable(thoughts) if isinstance(thoughts, str) else None
+    n_prompt = _counted(getattr(usage, "prompt_tokens", None), n_estimated)
+    n_completion = _counted(getattr(usage, "completion_tokens", None), _tokens_of(text))
     finish = "length" if choice.finish_reason == "length" else "stop"
-    return finish_reply(text, sampling, Reply("", thoughts, n_prompt or 0, n_completion or 0, seconds, finish, model=model))
+    return finish_reply(text, sampling, Reply("", thoughts, n_prompt, n_completion, seconds, finish, model=model))
+
+
+def _counted(told: Any, estimated: int) -> int:
+    "A server's count of tokens if it can be one, else ours."
+    return told if type(told) is int and 0 <= told < 10**9 else estimated
 
 
 def _tokens_of(text: str) -> int:
@@ -140,8 +147,10 @@ class EndpointModel:
         identity: str = "",                 # stands for name and address in the cache key
     ):
         for name, value, least in (("concurrency", concurrency, 1), ("retries", retries, 0), ("context", context, 1)):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if type(timeout) not in (int, float) or not timeout > 0:
+            raise ValueError(f"timeout must be a number of seconds above 0, got {timeout!r}")
         if family and family not in FAMILIES:
             raise ValueError(f"family must be one of {tuple(FAMILIES)}, got {family!r}")
         self.model, self.name, self.context = model, model, context
@@ -149,7 +158,7 @@ class EndpointModel:
         self.api_key_env, self.tokenizer_folder = api_key_env, tokenizer
         self.concurrency, self.retries, self.timeout = concurrency, retries, timeout
         self.family, self.structured, self.extra = family or family_of(model), structured, dict(extra or {})
-        self.key = key_of({"model": identity or [model, self.base_url], "extra": self.extra,
+        self.key = key_of({"model": identity or [model, self.base_url], "extra": self.extra, "family": self.family,
                            "structured": structured})
         self._unreachable = False
 

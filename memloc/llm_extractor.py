@@ -96,15 +96,15 @@ def read_notes(
     import jsonschema
 
     try:
-        notes, repaired = json.loads(text), False
-    except json.JSONDecodeError:
-        import json_repair
+        try:
+            notes, repaired = json.loads(text), False
+        except ValueError:
+            import json_repair
 
-        notes, repaired = json_repair.loads(text), True
-    try:
+            notes, repaired = json_repair.loads(text), True
         jsonschema.validate(notes, schema_of(views))
-    except jsonschema.ValidationError as error:
-        raise ValueError(f"not the JSON asked for: {error.message[:120]}; the reply began {text[:80]!r}") from error
+    except (jsonschema.ValidationError, ValueError, RecursionError) as error:
+        raise ValueError(f"not the JSON asked for: {getattr(error, 'message', str(error))[:120]}; the reply began {text[:80]!r}") from error
     return {view: _real_characters(notes[view]) for view in views}, repaired
 
 

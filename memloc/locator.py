@@ -63,9 +63,9 @@ class LocatorConfig:
         for name, allowed in (("locator", LOCATORS), ("segments", SEGMENTS), ("order", ORDERS), ("subset_by", STRATA)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}")
-        for name, least in (("top_k", 1), ("window", 1), ("max_tokens", 1), ("n_questions", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        for name, least in (("top_k", 1), ("window", 1), ("max_tokens", 1), ("n_questions", 0), ("seed", 0)):
+            if type(getattr(self, name)) is not int or getattr(self, name) < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, not {getattr(self, name)!r}")
 
 # %% ../nbs/06_locator.ipynb #87f2c80b
 @dataclass(frozen=True)
@@ -328,8 +328,8 @@ def chain_of(
 
 # %% ../nbs/06_locator.ipynb #dc3c0233
 CALLS = {"question_id": pl.String, "step": pl.String, "session_id": pl.String, "status": pl.String, "reason": pl.String,
-         "raw": pl.String, "repaired": pl.List(pl.String), "n_prompt_tokens": pl.Int32, "n_completion_tokens": pl.Int32,
-         "seconds": pl.Float64}
+         "raw": pl.String, "repaired": pl.List(pl.String), "finish_reason": pl.String, "n_prompt_tokens": pl.Int64,
+         "n_completion_tokens": pl.Int64, "seconds": pl.Float64}
 
 
 def call_row(
@@ -343,8 +343,8 @@ def call_row(
     row = dict.fromkeys(CALLS) | {"question_id": question_id, "step": step, "session_id": session_id}
     if isinstance(outcome, LLMError):
         return row | {"status": f"error: {outcome}", "repaired": [], "n_prompt_tokens": 0, "n_completion_tokens": 0, "seconds": 0.0}, ()
-    parsed: ParsedReply = parse_reply(outcome.text, range(1, n_shown + 1))
-    spent = {name: getattr(outcome, name) for name in ("n_prompt_tokens", "n_completion_tokens", "seconds")}
+    parsed: ParsedReply = parse_reply(outcome.text, range(1, n_shown + 1), outcome.finish_reason == "length")
+    spent = {name: getattr(outcome, name) for name in ("finish_reason", "n_prompt_tokens", "n_completion_tokens", "seconds")}
     return row | spent | {"status": parsed.status, "reason": parsed.reason, "raw": outcome.text, "repaired": list(parsed.repaired)}, parsed.ids
 
 # %% ../nbs/06_locator.ipynb #823ddb11
@@ -414,7 +414,9 @@ class OracleLocator:
         return [self._one(memory, each) for each in asked]
 
     def _one(self, memory: Memory, asked: Asked) -> Located:
-        turns, sessions = self.gold[asked.question_id]
+        if asked.question_id not in self.gold:
+            raise ValueError(f"question {asked.question_id}: no gold labels; the oracle needs them for every question, so run the data stage again")
+        turns, sessions = (named or [] for named in self.gold[asked.question_id])
         found = {session: [turn for turn in memory[session].turn_ids if turn in turns] for session in asked.sessions}
         evidence = {session: named for session, named in found.items() if named}
         return Located(evidence, [session for session in asked.sessions if session in evidence or session in sessions])
@@ -608,7 +610,7 @@ def run_locator(
         ledger = locator.model.ledger if isinstance(locator, LLMLocator) else Ledger()
         stage.json("ledger", ledger.table().to_dicts())
         summary = locator_summary(tables, questions.height)
-        stage.count(**{name: summary[name][0] for name in ("questions", "without_evidence", "empty_chains", "calls", "parse_failures", "errors")})
+        stage.count(**{name: summary[name][0] for name in summary.columns if not name.startswith("mean_")})
     return summary
 
 
@@ -623,4 +625,5 @@ def locator_summary(
         "empty_chains": n_questions - tables["selected"]["question_id"].n_unique(),
         "mean_turns": round(evidence.height/max(n_questions, 1), 2), "mean_chain": round(tables["selected"].height/max(n_questions, 1), 2),
         "calls": calls.height, "parse_failures": (calls["status"] == "parse failure").sum(),
+        "cut_replies": (calls["finish_reason"] == "length").sum(),
         "errors": calls["status"].str.starts_with("error").sum()})

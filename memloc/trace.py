@@ -101,7 +101,7 @@ def trace_retrieval(
     stage = next((stage for stage in ("graph", "routing") if _part(run_dir, stage, "rankings", system=system).height), None)
     if stage is None:
         raise ValueError(f"{run_dir}: no ranking of system {system!r}; its rankings are listed in graph/ and routing/")
-    ranked = _part(run_dir, stage, "rankings", system=system, question_id=question_id).select("session_id", "score", "rank")
+    ranked = _part(run_dir, stage, "rankings", system=system, question_id=question_id).select("session_id", pl.col("score").fill_nan(None), "rank")
     presets = chosen_presets(RoutingConfig(**stage_manifest(run_dir, "routing")["settings"]))
     if system not in presets:
         return {"system": system}, ranked
@@ -234,7 +234,7 @@ def _draw_weights(axes: Axes, trace: Mapping[str, Any]) -> None:
 
 def _draw_sessions(axes: Axes, trace: Mapping[str, Any], n_edges: int) -> None:
     "Mass of the sessions over time, with the chain, the shown ones and the strongest edges."
-    sessions = trace["sessions"]
+    sessions = [each | {"score": each["score"] or 0.0} for each in trace["sessions"]]  # a session without text has no score
     dated = all(each["date"] for each in sessions)
     x = np.array([each["date"] if dated else each["position"] for each in sessions], dtype="datetime64[m]" if dated else float)
     at = {each["session_id"]: (x[row], each["score"]) for row, each in enumerate(sessions)}

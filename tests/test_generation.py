@@ -349,9 +349,14 @@ class TestStage:
     def test_nothing_fits(self, run_dir):
         model = Scripted()
         model.context = 80
-        run_generation(GenerationConfig(n_questions=2), run_dir, model)
+        with pytest.raises(RuntimeError, match=r"no prompt fits the model; .*: no prompt: context: the prompt has"):
+            run_generation(GenerationConfig(n_questions=2), run_dir, model)
         assert model.prompts == []
-        assert stage_table(run_dir, "generation", "answers")["status"].str.starts_with("no prompt: context").all()
+
+    def test_a_model_that_never_answers_is_an_error_of_the_stage(self, run_dir):
+        with pytest.raises(RuntimeError, match="all 2 calls failed; the first: timeout: slow"):
+            run_generation(GenerationConfig(n_questions=2), run_dir, Scripted(LLMError("timeout", "slow"), LLMError("timeout", "slow")))
+        assert not (run_dir/"generation"/"manifest.json").exists()
 
     def test_three_traces(self, run_dir):
         run_generation(GenerationConfig(model="extractive", n_questions=5), run_dir)
@@ -385,3 +390,26 @@ def test_the_packaged_model_answers(located_run, tmp_path):
     run_generation(GenerationConfig(n_questions=1, n_sessions=1, max_tokens=8), run, LocalModel("smollm2"))
     answers = stage_table(run, "generation", "answers")
     assert (answers["status"] == "ok").all() and (answers["n_prompt_tokens"] > 200).all()
+
+
+SILENT = [
+    "Not mentioned in the conversations.", "I don’t know.", "Unknown.",
+    "There is no information about a car.", "It wasn't mentioned.", "It isn't stated in the conversations.",
+    "I'm not sure", "He did not say.", "There is no answer.", "No answer.", "Insufficient information.",
+    "I do not have enough information", "There isn't any information about it.",
+    "The context does not specify", "It's unknown.", "The answer is not known.", "I have no idea.", "N/A",
+    "Unclear.", "Not  mentioned", "The job of the man who bought the boat is not specified.",
+    "I'm sorry, but I cannot find any mention of it.", "I can't tell from the conversations.",
+    "The parts do not tell.", "It cannot be determined from the given parts.",
+    "I don't know what she bought.", "No information available."]
+TELLING = [
+    "He does not know.", "A baker.", "Her, and I don't know why.", "", "She was never given a present",
+    "The part did not fit", "Because he has no record player", "I don't know how to swim",
+    "I can't find my keys", "no information technology degree", "He could not be found",
+    "She said he had not said goodbye", "None", "None of them", "Not at home", "He didn't say goodbye",
+    "They do not include nuts"]
+
+
+@pytest.mark.parametrize(("answer", "silent"), [*((text, True) for text in SILENT), *((text, False) for text in TELLING)])
+def test_abstention_is_told_from_answers(answer, silent):
+    assert abstains(answer) is silent

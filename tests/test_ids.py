@@ -1,6 +1,7 @@
 """The reader of ids and citations under generated prose, ranges, brackets, repeats and hostile text."""
 
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -121,4 +122,38 @@ def test_wide_ranges_cost_nothing():
 @given(id_lists, prose.filter(lambda text: not re.search(r"[\[【［]", text)))
 def test_citations_in_prose(ids, text):
     answer = text + "".join(f" [{n}]" for n in ids) + f" [{ids[0]}, 99]"
-    assert parse_citations(answer, VALID) == type(parse_citations("", VALID))(tuple(ids), (99,))
+    read = parse_citations(answer, VALID)
+    assert (read.ids, read.out_of_range, read.text) == (tuple(ids), (99,), text.strip())
+
+
+@pytest.mark.parametrize("text, ids", [("none, as of 2023-05-08", ()), ("none (2 sessions checked)", ()), ("none of 1-5", ()), ("all except 3", ()),
+                                       ("not 3", ()), ("no. 3", (3,)), ("part 3 (5 May 2023)", (3,)), ("4, said on 2023-05-08", (4,))])
+def test_numbers_beside_none_and_dates_are_no_ids(text, ids):
+    parsed = parse_reply(reply(text), VALID)
+    assert parsed.ids == ids and parsed.status == ("ok" if ids else "parse failure") and parsed.repaired
+
+
+@pytest.mark.parametrize("text, ids", [("<id>3, 1", (3,)), ("<id>1", ()), ("<id>3, ", (3,)), ("<id>", ()), ("<id>3, 1</id><answer>x", (3, 1))])
+def test_a_reply_that_its_limit_cut_loses_half_a_number(text, ids):
+    assert parse_reply(text, VALID, cut=True).ids == ids
+    assert (parse_reply(text, VALID, cut=True).status == "ok") == bool(ids)
+
+
+def test_a_tag_opened_twice_names_the_inner_ids():
+    parsed = parse_reply("<id><id>3</id></id>", VALID)
+    assert (parsed.ids, parsed.status) == ((3,), "ok") and parsed.repaired
+
+
+@pytest.mark.parametrize("text, ids, kept", [("Paris [1 and 2]", (1, 2), "Paris"), ("Paris 【1】", (1,), "Paris"), ("Paris [1, 2", (1,), "Paris"),
+                                             ("Paris [part 1].", (1,), "Paris."), ("[#4] Rome", (4,), "Rome"), ("a [image: 3 cats]", (), "a [image: 3 cats]")])
+def test_what_is_read_as_a_citation_is_taken_out(text, ids, kept):
+    read = parse_citations(text, VALID)
+    assert (read.ids, read.text) == (ids, kept)
+
+
+@pytest.mark.parametrize("text", ["<" + " "*60_000, " "*60_000 + "[", "1" + " "*60_000, "[1" + " "*60_000])
+def test_long_runs_of_blanks_cost_nothing(text):
+    started = time.process_time()
+    parse_reply(text, VALID)
+    parse_citations(text, VALID)
+    assert time.process_time() - started < 2

@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from memloc import llm
 from memloc.chat import ERROR_KINDS, cut_at_stop, finish_reply, request_key, split_reasoning
-from memloc.endpoint import EndpointModel, estimate_tokens, family_of, request_parameters
+from memloc.endpoint import EndpointModel, estimate_tokens, family_of, read_completion, request_parameters
 from memloc.llm import (
     CachedModel,
     Ledger,
@@ -479,3 +480,56 @@ def test_kinds_of_error_are_closed():
     with pytest.raises(ValueError, match="'oops'"):
         LLMError("oops", "x")
     assert all(LLMError(kind, "x").kind == kind for kind in ERROR_KINDS)
+
+
+def completion(text="yes", usage=None) -> SimpleNamespace:
+    return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=text), finish_reason="stop")], usage=usage)
+
+
+@pytest.mark.parametrize("count", ["3", -1, 2.5, 10**20, None, True])
+def test_token_counts_that_cannot_be_are_replaced_by_our_own(count):
+    reply = read_completion(completion(usage=SimpleNamespace(prompt_tokens=count, completion_tokens=count)), Sampling(), "m", 0.1, 7)
+    assert (reply.n_prompt_tokens, reply.n_completion_tokens) == (7, 1)
+
+
+def test_half_a_character_in_a_reply_can_be_written():
+    reply = read_completion(completion("a\ud83d b"), Sampling(), "m", 0.1)
+    assert reply.text.encode("utf-8")
+
+
+@pytest.mark.parametrize("reply", [{"text": None}, {"text": 5}, {"text": ""}, {"text": "a", "n_prompt_tokens": "a"}, {"text": "a", "n_completion_tokens": -1},
+                                   {"words": "a"}, [], None])
+def test_a_damaged_kept_reply_is_named(tmp_path, reply):
+    cached = CachedModel(Counting(), tmp_path)
+    path = cached.path(ask("a"), Sampling())
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"reply": reply}))
+    with pytest.raises(ValueError, match=rf"{path.name}: not a kept reply .*delete it and run again"):
+        cached.chat([ask("a")], Sampling())
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b"{"])
+def test_an_unreadable_kept_reply_is_named(tmp_path, content):
+    cached = CachedModel(Counting(), tmp_path)
+    path = cached.path(ask("a"), Sampling())
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=path.name):
+        cached.chat([ask("a")], Sampling())
+
+
+def test_a_server_that_answers_with_endless_nesting():
+    from openai import OpenAI
+
+    model = EndpointModel("m", "http://127.0.0.1:9/v1", retries=0)
+    nested = httpx.MockTransport(lambda request: httpx.Response(200, content=b"["*100_000, headers={"content-type": "application/json"}))
+    model.client = OpenAI(base_url=model.base_url, api_key="none", max_retries=0, http_client=httpx.Client(transport=nested))
+    assert kinds(model.chat([ask("a"), ask("b")], Sampling())) == ["malformed", "malformed"]
+
+
+@pytest.mark.parametrize("spec", ["endpoint:m@ftp://x", "endpoint:m@http", "endpoint:m@http://", "endpoint:@http://x/v1", "local:smollm2?batch_size=abc",
+                                  "endpoint:m?context=1e4", "endpoint:m?context=", "endpoint:m?structured=5", "endpoint:m?context=1&context=2",
+                                  "endpoint:m?timeout=0", "endpoint:m?retries=1.5", "endpoint:m?prices=.,.", "endpoint:m?extra=5", "local:smollm2?batch"])
+def test_settings_in_a_spec_are_checked(spec):
+    with pytest.raises(ValueError):
+        load_model(spec)

@@ -251,3 +251,27 @@ def test_damaged_files_of_a_run_are_named_with_a_remedy(project, name, text, rea
     (first.folder/name).write_text(text)
     with pytest.raises(ValueError, match=rf"{name}: {reason}.* delete it and run"):
         run_profile("toy", root=project)
+
+
+def test_a_named_file_is_found_from_where_one_stands_and_its_content_counts(tmp_path, write_notebook, monkeypatch):
+    folder = make_project(tmp_path/"project", write_notebook)
+    cells = IMPORTS, ("run_dir = ''\nscale = 1.0\nshared = 0\ncorrections = ''\nmodel = ''", "parameters"), TOTAL
+    write_notebook(folder/"nbs"/"01_total.ipynb", *cells)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"fixes\.csv: no such file \(parameter corrections\)"):
+        run_profile("toy", root=folder, parameters={"corrections": "fixes.csv"})
+    (tmp_path/"fixes.csv").write_text("a")
+    (tmp_path/"models"/"mine").mkdir(parents=True)
+    (tmp_path/"models"/"mine"/"weights").write_text("1")
+    given = {"corrections": "fixes.csv", "model": "local:models/mine?batch_size=2"}
+    first = run_profile("toy", root=folder, parameters=given)
+    assert read_json(first.folder/"run.json")["stages"]["total"]["parameters"]["model"] == f"local:{tmp_path}/models/mine?batch_size=2"
+    assert run_profile("toy", root=folder, parameters=given).ran == ()
+    for name in ("fixes.csv", "models/mine/weights"):
+        (tmp_path/name).write_text("b")
+        assert run_profile("toy", root=folder, parameters=given).ran == ("total",)
+
+
+def test_a_parameter_without_a_value_is_named(project):
+    with pytest.raises(ValueError, match="parameter n has no value"):
+        run_profile("toy", root=project, parameters={"n": None})

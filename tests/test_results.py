@@ -6,7 +6,7 @@ import nbformat
 import polars as pl
 import pytest
 
-from memloc.results import markdown_table, publish, readme_block, rows_to_keep, with_block
+from memloc.results import markdown_table, publish, read_rows, readme_block, rows_to_keep, with_block
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCOMO = ROOT/"nbs/results/locomo.csv"
@@ -14,19 +14,19 @@ LOCOMO = ROOT/"nbs/results/locomo.csv"
 
 def test_readme_table_is_made_from_the_committed_rows():
     text = (ROOT/"README.md").read_text("utf-8")
-    rows = pl.read_csv(LOCOMO, infer_schema_length=None)
+    rows = read_rows(LOCOMO)
     assert rows.filter(pl.col("split") == "all")["n"].max() == 1982
     assert with_block(text, readme_block(rows)) == text
 
 
 def test_committed_rows_come_from_a_clean_commit():
-    rows = pl.read_csv(LOCOMO, infer_schema_length=None)
+    rows = read_rows(LOCOMO)
     assert rows_to_keep(rows).equals(rows)
     assert rows["commit"].n_unique() == 1
 
 
 def test_a_changed_figure_changes_the_readme(tmp_path):
-    rows = pl.read_csv(LOCOMO, infer_schema_length=None).with_columns(value=pl.col("value") + 1)
+    rows = read_rows(LOCOMO).with_columns(value=pl.col("value") + 1)
     (tmp_path/"run").mkdir()
     (tmp_path/"nbs/results").mkdir(parents=True)
     rows.write_csv(tmp_path/"run/rows.csv")
@@ -36,7 +36,7 @@ def test_a_changed_figure_changes_the_readme(tmp_path):
 
 
 def test_two_data_sets_do_not_share_a_table():
-    rows = pl.read_csv(LOCOMO, infer_schema_length=None)
+    rows = read_rows(LOCOMO)
     with pytest.raises(ValueError, match="2 data sets"):
         markdown_table(pl.concat([rows, rows.with_columns(dataset=pl.lit("other@1"))]))
 
@@ -52,9 +52,18 @@ TUNING = {"nbs/02_routing.ipynb": [("memloc: routing, uniform", "dev", 3, "88.9"
 
 @pytest.mark.parametrize(("path", "figures"), [("nbs/index.ipynb", QUOTED), *TUNING.items()])
 def test_figures_in_the_lessons_are_those_of_the_committed_rows(path, figures):
-    rows = pl.read_csv(LOCOMO, infer_schema_length=None).filter(pl.col("metric") == "recall")
+    rows = read_rows(LOCOMO).filter(pl.col("metric") == "recall")
     prose = "\n".join(cell.source for cell in nbformat.read(ROOT/path, as_version=4).cells if cell.cell_type == "markdown")
     for system, split, k, quoted in figures:
         (value,) = rows.filter((pl.col("system") == system) & (pl.col("split") == split) & (pl.col("k") == k))["value"]
         assert f"{value:.1f}" == quoted, system
         assert quoted in prose, (system, quoted)
+
+
+@pytest.mark.parametrize("commit", ["0012345", "12e4567", "1234567"])
+def test_a_commit_of_digits_stays_text(tmp_path, commit):
+    (tmp_path/"run").mkdir()
+    (tmp_path/"nbs/results").mkdir(parents=True)
+    read_rows(LOCOMO).with_columns(commit=pl.lit(commit)).write_csv(tmp_path/"run/rows.csv")
+    publish(tmp_path/"run", "other", tmp_path)
+    assert set(read_rows(tmp_path/"nbs/results/other.csv")["commit"]) == {commit}
