@@ -45,6 +45,7 @@ def as_rows(
     name = pl.col("system")
     preset = name.str.split(":").list.first()
     no_encoder = name.str.contains(r"(?i)^(view )?(lexical:|bm25|ceiling|constant:|no memory)")
+    no_encoder &= ~name.str.ends_with(" + encoder locator")
     return summary.with_columns(
         table=pl.lit(table), dataset=pl.lit(dataset), date=pl.lit(date), commit=pl.lit(commit),
         preset=pl.when(preset.is_in(PRESETS)).then(preset).otherwise(pl.lit("")),

@@ -37,6 +37,7 @@ from memloc.answer_metrics import (
 )
 from memloc.artifacts import Stage, stage_manifest, stage_table
 from memloc.evaluation import ROWS, EvaluationConfig, run_evaluation, score_table, summarise_scores
+from memloc.evaluation import judge_items as REAL_ITEMS
 
 relaxed = settings(deadline=None)
 plain_words = st.lists(st.sampled_from(["the", "a", "cat", "Cat,", "dog's", "well-known", "7.5", "...", "An", "tea!", "three"]), max_size=8).map(" ".join)
@@ -62,14 +63,17 @@ def test_any_text_can_be_scored(answer, gold):
     ("7 May 2023", "May 7, 2023"), ("2023-05-07", "the 7th of May 2023"), ("7 may 2023", "May 7th 2023"), ("Sept. 3", "3 September"),
     ("the twenty-first", "21"), ("fifteen", "15"), ("one hundred and five", "105"), ("two thousand five hundred", "2,500"), ("third", "3rd"),
     ("zero", "0"), ("ＴＥＡ", "tea"), ("ninety nine", "99"), ("a hundred", "100"), ("three million", "3,000,000"), ("Café", "Cafe\u0301"),
-    ("20 mph", "20 mph."), ("self-care", "self care"), ("茶", "茶。")])
+    ("20 mph", "20 mph."), ("5 million", "5,000,000"), ("1.5 million", "1500000"), ("5 thousand", "5000"), ("$1.5 million", "1,500,000"),
+    ("2 million 200 thousand", "2,200,000"), ("1.2345 thousand", "1234.5"), ("nineteen ninety", "1990"), ("in May nineteen ninety-five", "in May 1995"),
+    ("nineteen, twenty", "19, 20"), ("07 May 2023", "7 May 2023"), ("May 07, 2023", "7 May 2023"), ("the 07th of Oct. 2023", "October 7, 2023"), ("self-care", "self care"), ("茶", "茶。")])
 def test_same_answer_in_other_words(one, other):
     assert answer_tokens(one) == answer_tokens(other)
     assert exact_match(one, [other]) == 1.0
 
 
 @pytest.mark.parametrize(("one", "other"), [
-    ("7 May 2023", "7 June 2023"), ("5/7/2023", "7 May 2023"), ("1.5", "15"), ("one two", "12"), ("may be", "5"), ("-", "0"), ("6", "60")])
+    ("7 May 2023", "7 June 2023"), ("5/7/2023", "7 May 2023"), ("1.5", "15"), ("one two", "12"), ("may be", "5"), ("-", "0"), ("6", "60"), ("5 million", "5"),
+    ("5 millions", "5,000,000"), ("007 cats", "7 cats"), ("nineteen, ninety", "1990"), ("1990", "19 90")])
 def test_different_answers_stay_different(one, other):
     assert exact_match(one, [other]) == 0.0
 
@@ -106,6 +110,36 @@ def test_bleu_is_sacrebleu():
     from sacrebleu import sentence_bleu
     text, gold = "she left the piano with her sister in august", "her sister took the piano in august"
     assert bleu4(text, [gold]) == pytest.approx(sentence_bleu(text, [gold], use_effective_order=True).score / 100)
+
+
+@relaxed
+@given(st.lists(st.sampled_from(["the cat", "tea", "7.5"]), max_size=12).map(" ".join))
+def test_bleu_is_at_most_one(text):
+    assert bleu4(text, [text]) <= 1
+
+
+def test_bleu_of_a_known_rounding_error():
+    assert max(bleu4(" ".join("abcdefghijklmnop"[:n]), [" ".join("abcdefghijklmnop"[:n])]) for n in range(1, 17)) == 1.0
+
+
+@relaxed
+@given(st.text(st.characters(max_codepoint=0x24F)), st.text(st.characters(max_codepoint=0x24F)))
+def test_rouge_in_latin_script_is_the_default(answer, gold):
+    from rouge_score.rouge_scorer import RougeScorer
+    assert rouge_l(answer, [gold]) == RougeScorer(["rougeL"], use_stemmer=True).score(gold, answer)["rougeL"].fmeasure
+
+
+def test_rouge_of_english_is_the_default():
+    from rouge_score.rouge_scorer import RougeScorer
+    answer, gold = "She was running to the stations, naïvely — 7.5 m² away ✌️", "The runner's station: 7.5 m², naïve"
+    assert 0 < rouge_l(answer, [gold]) == RougeScorer(["rougeL"], use_stemmer=True).score(gold, answer)["rougeL"].fmeasure < 1
+
+
+@pytest.mark.parametrize(("answer", "gold", "value"), [
+    ("猫", "猫", 1), ("猫と犬", "猫", 0.5), ("Зелёный чай", "зелёный чай", 1), ("हिन्दी भाषा", "हिन्दी", 2 / 3), ("茶", "tea", 0), ("قهوة ٣", "قهوة", 2 / 3),
+    ("Tokyo 猫 cafe", "Tokyo 猫", 0.8), ("✌️", "✌️", 0)])
+def test_rouge_in_other_scripts(answer, gold, value):
+    assert rouge_l(answer, [gold]) == pytest.approx(value)
 
 
 def test_bert_score_with_a_tokenizer_without_length(tmp_path):
@@ -161,6 +195,48 @@ def test_several_gold_answers():
     assert value_of(score_answers(answers_of("last sunday"), gold), "q1", "f1") == 1.0
     with pytest.raises(ValueError, match="question 'q1' comes twice"):
         gold_answers(pl.concat([GOLD, GOLD[:1]]))
+
+
+def test_an_answer_that_was_a_list_has_several_accepted_answers():
+    listed = GOLD[:2].with_columns(answer=pl.Series([str(["Ada", "Ada L.", 7, None]), "15"]), answer_type=pl.Series(["list", "int"]))
+    assert gold_answers(listed)["answers"].to_list() == [["Ada", "Ada L.", "7"], ["15"]]
+    assert value_of(score_answers(answers_of("Ada L"), gold_answers(listed)), "q1", "exact_match") == 1.0
+    assert gold_answers(GOLD.drop("answer_type"))["answers"].to_list() == gold_answers(GOLD)["answers"].to_list()
+    for broken in ("Ada, Ada L.", "['Ada", "7"):
+        with pytest.raises(ValueError, match=r"gold: question 'q1': answer .* cannot be read as one; correct it"):
+            gold_answers(listed[:1].with_columns(answer=pl.lit(broken)))
+
+
+def fixes_of(*rows):
+    return pl.DataFrame(rows, schema=["question_id", "action", "answer"], orient="row")
+
+
+def test_a_replacement_makes_an_abstention_question_answerable():
+    published = gold_answers(GOLD)
+    fixed = correct_gold(published, fixes_of(("q4", "replace", "a blue bicycle")))
+    assert fixed.filter(question_id="q4").select("answers", "is_abstention").row(0) == (["a blue bicycle"], False)
+    scores = score_answers(answers_of("x", "x", "x", "blue bicycle"), fixed)
+    assert value_of(scores, "q4", "exact_match") == 1.0 and value_of(scores, "q4", "abstention") is None
+    with pytest.raises(ValueError, match="question 'q4' is an abstention question, .* use 'replace'"):
+        correct_gold(published, fixes_of(("q4", "accept", "a blue bicycle")))
+    both = correct_gold(published, fixes_of(("q4", "accept", "blue"), ("q4", "replace", "a blue bicycle")))
+    assert both.filter(question_id="q4")["answers"].to_list() == [["a blue bicycle", "blue"]]
+
+
+def test_conflicts_of_corrections_under_two_ids():
+    with pytest.raises(ValueError, match="question 'q2' is both dropped and corrected"):
+        correct_gold(gold_answers(GOLD), fixes_of(("q2", "drop", None), ("x-2", "replace", "16")))
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ("", "not a CSV with the columns"), ("question_id,action,answer\nq1,replace,a,b,c\n", "not a CSV with the columns"),
+    ("question_id,action,answer\nq1,replace\n", "action 'replace' with answer None"), ("question_id,action,answer\nq1,accept,   \n", "action 'accept' with answer None"),
+    ("question_id,action,answer\n,drop,\n", "question None"), ("question_id,action,answer\nq1\n", "action None")])
+def test_damaged_lists_of_corrections_name_their_file(tmp_path, content, message):
+    path = tmp_path / "known.csv"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"known.csv: .*{message}"):
+        load_corrections(path)
 
 
 def test_corrections(tmp_path):
@@ -303,12 +379,109 @@ def test_scores_above_a_known_ceiling_warn(tmp_path, caplog):
     assert stage_manifest(tmp_path, "evaluation")["counts"]["n_above_ceiling"] > 0
 
 
-def test_a_judge_in_a_run(tmp_path, monkeypatch):
+def test_dropped_questions_are_no_impossible_scores(tmp_path, caplog):
+    make_answered(tmp_path)
+    gold = stage_table(tmp_path, "data", "gold")
+    path = tmp_path / "known.csv"
+    path.write_text("question_id,action,answer\n" + "".join(f"{name},drop,\n" for name in gold.filter(category="multi-hop")["question_id"]))
+    with caplog.at_level(logging.WARNING):
+        rows = run_evaluation(EvaluationConfig(n_bootstrap=200, corrections=str(path)), tmp_path)
+    assert "above the ceiling" not in caplog.text and stage_manifest(tmp_path, "evaluation")["counts"]["n_above_ceiling"] == 0
+    assert cell(rows, table="answers", system="cue (smollm2)", split="all", metric="exact_match")["n"] == 30  # published gold, all questions
+    assert {name for name in rows["table"] if name.startswith("answers")} == {"answers", "answers, corrected gold"}
+    assert "known.csv" in stage_manifest(tmp_path, "evaluation")["inputs"]
+
+
+def without_evidence(folder, keep=()):
+    "The same run, with gold evidence taken away from all questions but these."
+    tables = {name: stage_table(folder, "data", name) for name in ("conversations", "sessions", "questions", "gold", "turns") if (folder / "data" / f"{name}.parquet").is_file()}
+    empty, kept = pl.lit([], dtype=pl.List(pl.String)), pl.col("question_id").is_in(list(keep))
+    tables["gold"] = tables["gold"].with_columns(pl.when(kept).then(name).otherwise(empty).alias(name) for name in ("evidence_sessions", "evidence_turns"))
+    with Stage(folder, "data", {"dataset": "locomo"}) as stage:
+        for name, table in tables.items():
+            stage.table(name, table, table.columns[0])
+        stage.json("dataset", {"label": "locomo@79fa87e9"})
+
+
+def test_answers_without_gold_evidence_are_scored(tmp_path, caplog):
+    without_evidence(make_answered(tmp_path))
+    rows = run_evaluation(CONFIG, tmp_path)
+    assert rows.schema == pl.Schema(ROWS) and set(rows["table"]) == {"answers", "locator cost", "cost"}
+    assert cell(rows, table="answers", system="cue (smollm2)", split="all", metric="f1")["value"] == 100
+    assert "none of 40 questions can be scored ({'no gold evidence': 40}) as to retrieval" in caplog.text
+    text = (tmp_path / "evaluation" / "report.md").read_text()
+    assert "0 of 40 questions scored" in text and "no tables of rankings" in text and "cue (smollm2)" in text
+    assert stage_table(tmp_path, "evaluation", "paired").is_empty()
+    counts = stage_manifest(tmp_path, "evaluation")["counts"]
+    assert (counts["n_scored"], counts["n_excluded"], counts["n_systems"]) == (0, 40, 0)
+
+
+def test_the_cells_of_a_run_without_gold_evidence(tmp_path, root):
+    import nbformat
+
+    import memloc.evaluation
+    import memloc.plots
+    cells = nbformat.read(root / "nbs" / "08_evaluation.ipynb", as_version=4).cells
+    source = [one.source for one in cells if one.cell_type == "code" and one.source.startswith("if run_dir")]
+    for folder, known in ((make_answered(tmp_path / "whole"), True), (make_answered(tmp_path / "bare"), False)):
+        shown, space = [], vars(memloc.plots) | vars(memloc.evaluation)
+        if not known:
+            without_evidence(folder)
+        space |= {name: CONFIG.__dataclass_fields__[name].default for name in CONFIG.__dataclass_fields__}
+        space |= {"run_dir": str(folder), "n_bootstrap": 200, "display": lambda *what, shown=shown: shown.extend(what)}
+        for code in source:
+            exec(code, space)  # noqa: S102
+        assert len(shown) > (8 if known else 3)
+
+
+def use_judge(monkeypatch, folder, say):
+    "A judge that answers by a function, with a replay cache."
     from test_judge import Scripted
 
     import memloc.llm
-    model = Scripted(lambda rule, text: "yes" if "fact" in text.split("\n")[2] else "no")
-    monkeypatch.setattr(memloc.llm, "cached_model", lambda spec, stage: model, raising=False)
+    from memloc.chat import CachedModel
+    monkeypatch.setattr(memloc.llm, "cached_model", lambda spec, stage: CachedModel(Scripted(say), folder / "replies", stage=stage))
+
+
+def test_failed_calls_of_the_judge_are_counted_and_repeated(tmp_path, monkeypatch, caplog):
+    from memloc.chat import LLMError
+    make_answered(tmp_path)
+    config = EvaluationConfig(n_bootstrap=200, judge_model="local:toy", judge_questions=8)
+
+    def failing(rule, text):
+        if "reasonable person" in rule and text.split("\n")[1] == 'Reference: "fact 1"':
+            return LLMError("timeout", "after 1 s")
+        return "perhaps" if "In doubt" in rule and text.split("\n")[1] == 'Reference: "fact 2"' else "yes"
+    use_judge(monkeypatch, tmp_path, failing)
+    monkeypatch.setattr("memloc.evaluation.judge_items", lambda *given: REAL_ITEMS(*given).filter(pl.col("question_id").str.contains("c1/q00[0-7]")))
+    rows = run_evaluation(config, tmp_path)
+    verdicts, counts = stage_table(tmp_path, "evaluation", "verdicts"), stage_manifest(tmp_path, "evaluation")["counts"]
+    planted = stage_table(tmp_path, "evaluation", "judge")
+    failed, unread = verdicts["status"].str.starts_with("error").sum(), (verdicts["status"] == "no verdict").sum()
+    assert failed == unread == 2  # one question each, of two variants
+    assert counts["errors"] == failed + planted["errors"].sum() and counts["no_verdict"] == unread + planted["no_verdict"].sum()
+    assert "calls failed and were not kept; run the stage again to repeat just these. The first: error: timeout" in caplog.text
+    assert "2 of 8 questions lack a readable verdict of some prompt" in caplog.text
+    assert set(rows.filter(table="judge", split="all")["n"]) == {6}
+    ledger = json.loads((tmp_path / "evaluation" / "judge_ledger.json").read_text())
+    assert ledger[0]["stage"] == "judge" and ledger[0]["errors"] > 0
+    use_judge(monkeypatch, tmp_path, lambda *_: "yes")
+    run_evaluation(config, tmp_path)
+    again = json.loads((tmp_path / "evaluation" / "judge_ledger.json").read_text())[0]
+    assert 0 < again["calls"] <= ledger[0]["errors"] and stage_manifest(tmp_path, "evaluation")["counts"]["errors"] == 0
+
+
+def test_a_judge_that_cannot_be_reached_is_an_error(tmp_path, monkeypatch):
+    from memloc.chat import LLMError
+    make_answered(tmp_path)
+    use_judge(monkeypatch, tmp_path, lambda *_: LLMError("connection", "refused"))
+    with pytest.raises(RuntimeError, match=r"judge: all 48 calls failed; the first: error: connection: refused"):
+        run_evaluation(EvaluationConfig(n_bootstrap=200, judge_model="local:toy", judge_questions=8), tmp_path)
+    assert not (tmp_path / "evaluation" / "manifest.json").exists()
+
+
+def test_a_judge_in_a_run(tmp_path, monkeypatch):
+    use_judge(monkeypatch, tmp_path, lambda rule, text: "yes" if "fact" in text.split("\n")[2] else "no")
     rows = run_evaluation(EvaluationConfig(n_bootstrap=200, judge_model="local:toy", judge_questions=8), make_answered(tmp_path))
     found = rows.filter(table="judge", split="all")
     assert set(found["metric"]) == {f"judge_{name}_toy" for name in ("strict", "lenient", "rubric")} and set(found["n"]) == {8}

@@ -557,8 +557,41 @@ def test_nothing_to_score(tmp_path):
         for name, content in (tables | {"gold": gold}).items():
             stage.table(name, content, content.columns[0])
         stage.json("dataset", {"label": "locomo@1"})
-    with pytest.raises(ValueError, match="none of 2 questions can be scored"):
+    with pytest.raises(ValueError, match="none of 2 questions can be scored .*, and there are no answers either; give questions with gold evidence"):
         run_evaluation(CONFIG, tmp_path)
+    with Stage(tmp_path, "data", {}) as stage:
+        for name, content in (tables | {"gold": gold[:0], "questions": tables["questions"][:0]}).items():
+            stage.table(name, content, content.columns[0])
+        stage.json("dataset", {"label": "locomo@1"})
+    with pytest.raises(ValueError, match="locomo@1: no questions; give the data stage a file whose conversations have questions"):
+        run_evaluation(CONFIG, tmp_path)
+
+
+def test_files_of_the_settings_are_inputs(tmp_path):
+    make_run(tmp_path)
+    rows = load_paper()[0]
+    rows.write_csv(tmp_path / "published.csv")
+    run_evaluation(EvaluationConfig(n_bootstrap=100, paper_rows=str(tmp_path / "published.csv")), tmp_path)
+    assert "published.csv" in stage_manifest(tmp_path, "evaluation")["inputs"]
+    with pytest.raises(FileNotFoundError, match=r"absent\.csv: no such list of corrections"):
+        run_evaluation(EvaluationConfig(n_bootstrap=100, corrections="absent.csv"), tmp_path)
+
+
+def test_the_encoder_of_a_locator_is_told():
+    names = ["BM25 session", "BM25 session + encoder locator", "BM25 session + llm locator", "memloc + encoder locator"]
+    rows = rows_for(names).unique("system", maintain_order=True)
+    assert dict(rows.select("system", "encoder").iter_rows()) == dict(zip(names, ["none", "minilm", "none", "minilm"], strict=True))
+
+
+def test_odd_categories_are_groups_of_their_own(caplog):
+    gold = gold_frame({name: ["s"] for name in "pqrst"}).with_columns(
+        category=pl.Series([None, "", "answerable", "adversarial", "temporal"]), is_abstention=pl.Series([False] * 3 + [True, False]))
+    questions = gold.select("question_id", conversation_id=pl.lit("c"))
+    groups = question_groups(gold, questions, pl.DataFrame({"conversation_id": ["c"], "split": ["test"]}))
+    members = {name: "".join(part) for name, part in groups.group_by("split", maintain_order=True).agg("question_id").iter_rows()}
+    assert groups["split"].null_count() == 0
+    assert (members["all/unspecified"], members["all/answerable (category)"], members["all/answerable"]) == ("pq", "r", "pqrt")
+    assert "shown as 'answerable (category)'" in caplog.text
 
 
 def test_question_without_conversation_is_an_error():

@@ -22,10 +22,12 @@ from memloc.judge import (
     judge_items,
     judge_messages,
     judge_scores,
+    judged_by_all,
     parse_verdict,
     planted_answers,
     prompt_agreement,
     question_kind,
+    raise_if_all_failed,
 )
 
 
@@ -91,7 +93,8 @@ def test_any_json(value):
     "", " ", "maybe", "yes and no", "yes, but the year is wrong", "not incorrect", "not wrong", "no no", "CORRECTINCORRECT", "in correct",
     "partially correct", "almost right", "correct?", "{}", '{"verdict": null}', '{"verdict": 1}', '{"verdict": "not wrong"}',
     '{"verdict": "yes"', '{"verdict": ["yes"]}', '{"correct": "yes", "correct": "no"}', '[{"verdict": "yes"}]', "The answer: yes\nNo.",
-    "Verdict: yes\nwhich I am not sure of", "I would say the verdict: yes", "true false", "y", "n", "1", "[" * 5000, '{"a":' * 5000])
+    "Verdict: yes\nwhich I am not sure of", "I would say the verdict: yes", "true false", "y", "n", "1", "[" * 5000, '{"a":' * 5000,
+    '{"verdict": ' + "1" * 5000 + "}", '{"verdict": "yes", "sure": ' + "9" * 5000 + "}", '{"a": ' + "[" * 100_000 + "]" * 100_000 + ', "verdict": "yes"}'])
 def test_unclear_replies_are_errors(text):
     with pytest.raises(VerdictError):
         parse_verdict(text)
@@ -116,7 +119,11 @@ class Scripted:
     def chat(self, batch, sampling, on_reply=None):
         self.seen += batch
         outcomes = [self.say(messages[0]["content"], messages[1]["content"]) for messages in batch]
-        return [Reply(one, n_prompt_tokens=10, n_completion_tokens=1) if isinstance(one, str) else one for one in outcomes]
+        outcomes = [Reply(one, n_prompt_tokens=10, n_completion_tokens=1) if isinstance(one, str) else one for one in outcomes]
+        for place, outcome in enumerate(outcomes):
+            if on_reply:
+                on_reply(place, outcome)
+        return outcomes
 
 
 def table(n=6):
@@ -152,8 +159,33 @@ def test_errors_are_no_verdicts():
     assert found.schema == pl.Schema(VERDICTS)
     assert found["verdict"].to_list() == [True, False, None, None, False, True]
     assert found["status"].to_list()[2:4] == ["no verdict", "error: " + str(LLMError("timeout", "after 1 s"))]
-    assert acceptance(found).row(0) == ("strict", 0.5, 4, 2)
+    assert acceptance(found).row(0) == ("strict", 0.5, 4, 1, 1)
     assert len(judge_scores(found, "s", "j")) == 4 and judge_scores(found, "s", "j")["metric"][0] == "judge_strict_j"
+
+
+def test_a_judge_that_never_answers_is_an_error(caplog):
+    down = LLMError("connection", "nobody there")
+    with pytest.raises(RuntimeError, match="judge: all 18 calls failed; the first: error: connection: nobody there"):
+        raise_if_all_failed(judge(Scripted(lambda *_: down), table()))
+    raise_if_all_failed(judge(Scripted(lambda *_: "perhaps"), table()))
+    assert not caplog.text
+    replies = iter(["yes"] * 5 + [down])
+    raise_if_all_failed(judge(Scripted(lambda *_: next(replies)), table(), ["strict"]))
+    assert "judge: 1 of 6 calls failed" in caplog.text
+
+
+def test_prompts_are_averaged_over_the_same_questions(caplog):
+    def say(rule, text):
+        unread = ("reasonable person" in rule and "fact 1" in text) or ("In doubt" in rule and "fact 2" in text)
+        return "perhaps" if unread else "yes"
+    assert judged_by_all(judge(Scripted(say), table())).to_list() == ["q0", "q3", "q4", "q5"]
+    assert "2 of 6 questions lack a readable verdict" in caplog.text
+    mute = judge(Scripted(lambda rule, text: "perhaps" if "reasonable person" in rule else "yes"), table().filter(pl.col("kind") != "abstention"))
+    assert len(judged_by_all(mute)) == 5  # a prompt that is never understood does not take the others with it
+
+
+def test_a_question_without_category_has_the_rubric_for_facts():
+    assert (question_kind(None, False), question_kind(None, True)) == ("fact", "abstention")
 
 
 def test_flips_and_kappa():
