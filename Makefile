@@ -51,8 +51,8 @@ reproduce: env  ## run a profile on your data: make reproduce PROFILE=locomo DAT
 	$(VENV)/bin/memloc run $(PROFILE) $(if $(DATA),--data $(DATA)) $(if $(NAME),--name $(NAME))
 
 RUN      ?= runs/sample
-results: env  ## keep the figures of a run: make results RUN=runs/locomo NAME=locomo
-	$(PY) -c 'from memloc.results import publish; publish("$(RUN)", "$(NAME)")'
+results: env  ## keep the figures of a run: make results RUN=runs/locomo NAME=locomo [TABLES="located,evidence"]
+	$(PY) -c 'from memloc.results import publish; publish("$(RUN)", "$(NAME)", "$(TABLES)")'
 
 bench: env  ## measure speed on a finished run and print ratios: make bench [RUN=runs/locomo]
 	$(PY) tests/bench.py $(RUN)

@@ -43,14 +43,19 @@ def rows_to_keep(
 def keep_results(
     run_dir: str | Path,        # a finished run
     path: str | Path,           # where to, like nbs/results/locomo.csv
+    tables: Sequence[str] = (),   # tables kept, like "located"; none named: all
 ) -> int:                       # number of rows
     "Write the rows of a run that are worth committing."
     rows = rows_to_keep(read_rows(Path(run_dir)/"rows.csv"))
+    if unknown := set(tables) - set(rows["table"]):
+        raise ValueError(f"{run_dir}: no rows of the tables {sorted(unknown)}; it has {sorted(set(rows['table']))}")
+    rows = rows.filter(pl.col("table").is_in(list(tables))) if tables else rows
     with replacing(Path(path)) as temporary:
         rows.write_csv(temporary)
     if (Path(run_dir)/"evaluation"/"paired.parquet").is_file():
         told = [pl.lit(rows[name][0]).alias(name) for name in ("dataset", "date", "commit")]
-        paired = pl.read_parquet(Path(run_dir)/"evaluation"/"paired.parquet").filter(pl.col("split").is_in(KEPT_SPLITS))
+        paired = pl.read_parquet(Path(run_dir)/"evaluation"/"paired.parquet").filter(
+            pl.col("split").is_in(KEPT_SPLITS), pl.col("system").is_in(rows["system"].implode()), pl.col("against").is_in(rows["system"].implode()))
         with replacing(Path(path).with_name(f"{Path(path).stem}-paired.csv")) as temporary:
             paired.with_columns(told).sort("split", "system", "against", "metric", "k").write_csv(temporary)
     return rows.height
@@ -116,11 +121,12 @@ def readme_block(
 def publish(
     run_dir: str | Path,  # a finished run
     name: str,            # becomes nbs/results/<name>.csv
+    tables: str = "",     # tables kept, separated by commas; empty: all
     root: str | Path = ".",  # the project folder
 ) -> None:
     "Keep a run's rows; those named `locomo` also refresh the README's table."
     path, readme = Path(root)/"nbs/results"/f"{name}.csv", Path(root)/"README.md"
-    keep_results(run_dir, path)
+    keep_results(run_dir, path, [table.strip() for table in tables.split(",") if table.strip()])
     if name == "locomo":
         text = with_block(readme.read_text("utf-8"), readme_block(read_rows(path)))
         with replacing(readme) as temporary:

@@ -15,7 +15,7 @@ LOCOMO = ROOT/"nbs/results/locomo.csv"
 def test_readme_table_is_made_from_the_committed_rows():
     text = (ROOT/"README.md").read_text("utf-8")
     rows = read_rows(LOCOMO)
-    assert rows.filter(pl.col("split") == "all")["n"].max() == 1982
+    assert rows.filter(pl.col("split") == "all", pl.col("table") == "retrieval")["n"].max() == 1982
     assert with_block(text, readme_block(rows)) == text
 
 
@@ -31,7 +31,7 @@ def test_a_changed_figure_changes_the_readme(tmp_path):
     (tmp_path/"nbs/results").mkdir(parents=True)
     rows.write_csv(tmp_path/"run/rows.csv")
     (tmp_path/"README.md").write_text((ROOT/"README.md").read_text("utf-8"), "utf-8")
-    publish(tmp_path/"run", "locomo", tmp_path)
+    publish(tmp_path/"run", "locomo", root=tmp_path)
     assert (tmp_path/"README.md").read_text("utf-8") != (ROOT/"README.md").read_text("utf-8")
 
 
@@ -65,5 +65,26 @@ def test_a_commit_of_digits_stays_text(tmp_path, commit):
     (tmp_path/"run").mkdir()
     (tmp_path/"nbs/results").mkdir(parents=True)
     read_rows(LOCOMO).with_columns(commit=pl.lit(commit)).write_csv(tmp_path/"run/rows.csv")
-    publish(tmp_path/"run", "other", tmp_path)
+    publish(tmp_path/"run", "other", root=tmp_path)
     assert set(read_rows(tmp_path/"nbs/results/other.csv")["commit"]) == {commit}
+
+
+def test_figures_of_the_locator_are_those_of_the_committed_rows():
+    prose = "\n".join(cell.source for cell in nbformat.read(ROOT/"nbs/06_locator.ipynb", as_version=4).cells if cell.cell_type == "markdown")
+    rows = read_rows(LOCOMO).filter(pl.col("table") == "evidence", pl.col("system") == "memloc + encoder locator")
+    for split, quoted in (("all", "| 27.2 | 65.0 | 33.9 |"), ("test", "| 26.2 | 64.2 | 33.0 |")):
+        value = {r["metric"]: r["value"] for r in rows.filter(pl.col("split") == split).iter_rows(named=True)}
+        assert quoted == f"| {value['evidence_precision']:.1f} | {value['evidence_recall']:.1f} | {value['evidence_f1']:.1f} |"
+        assert quoted in prose
+    paired = pl.read_csv(ROOT/"nbs/results/locomo-paired.csv", infer_schema_length=None).filter(
+        pl.col("split") == "all", pl.col("system") == "memloc + encoder locator", pl.col("metric") == "recall")
+    gain = {row["k"]: row for row in paired.iter_rows(named=True)}
+    assert f"+{gain[1]['difference']:.2f}, interval +{gain[1]['low']:.2f} to +{gain[1]['high']:.2f}" in prose
+    assert gain[3]["difference"] == 0
+
+
+def test_the_untrained_model_as_locator_is_reported_as_it_is():
+    rows = read_rows(ROOT/"nbs/results/locomo-llm60.csv").filter(pl.col("split") == "all")
+    found = rows.filter(pl.col("system") == "memloc + llm locator")
+    assert set(found.filter(pl.col("table") == "evidence")["value"]) == {0.0} and set(found["n"]) == {60}
+    assert set(rows["table"]) == {"located", "evidence", "locator cost"}
