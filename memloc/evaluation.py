@@ -8,7 +8,7 @@ __all__ = ['log', 'CHECKED', 'RANKING_STAGES', 'PAIRED', 'EvaluationConfig', 'pa
            'question_groups', 'summarise_scores', 'Located', 'read_located', 'model_label', 'read_scored_answers',
            'judged', 'judge_failures', 'score_table', 'read_rankings', 'find_system', 'dataset_label', 'encoder_label',
            'earlier_stages', 'Scores', 'score_run', 'report_of', 'score_tables', 'paired_shown', 'category_table',
-           'main_systems', 'run_evaluation']
+           'main_systems', 'trace_table', 'run_evaluation']
 
 # %% ../nbs/08_evaluation.ipynb #d25041dd
 import datetime
@@ -626,6 +626,23 @@ def main_systems(
     taken = ranked.filter(pl.col("system").is_in(chosen))["value"]  # an equal value is most likely the same view again
     others = ranked.filter(pl.col("preset") == "", ~pl.col("value").is_in(taken.implode()))
     return [*chosen, *others.unique("value", maintain_order=True)["system"]][:at_most]
+
+# %% ../nbs/08_evaluation.ipynb #3f9d3e25
+def trace_table(
+    trace: dict,          # of one question, from `memloc.trace`
+    run_dir: str | Path,  # folder of the run
+) -> Table:
+    "The turns that were named, cited or gold, in full, with the gold answer."
+    asked = trace["question"]["question_id"]
+    gold = stage_table(run_dir, "data", "gold").filter(pl.col("question_id") == asked).row(0, named=True)
+    said = trace["answer"] or {"answer": None, "citations": [], "status": "no answer in this run"}
+    marks = {"named": {each["turn_id"] for each in trace["evidence"]}, "cited": {each["turn_id"] for each in said["citations"]},
+             "gold": set(gold["evidence_turns"] or [])}
+    turns = stage_table(run_dir, "data", "turns").filter(pl.col("turn_id").is_in(sorted(set().union(*marks.values()))))
+    shown = turns.sort("turn_id").select("turn_id", *(pl.when(pl.col("turn_id").is_in(sorted(ids))).then(pl.lit("yes")).otherwise(pl.lit("")).alias(name)
+                                                      for name, ids in marks.items()), speaker="speaker", text="text")
+    return Table(trace["question"]["text"], shown, [f"gold answer: {gold['answer'] or 'none, the conversations do not tell'}",
+                                                    f"answer of the run: {said['answer'] or said['status']}"])
 
 # %% ../nbs/08_evaluation.ipynb #1e1193db
 def _own_files(config: EvaluationConfig) -> list[Path]:

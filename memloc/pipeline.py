@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,7 @@ table {border-collapse: collapse; font-size: 13px} td, th {border: 1px solid #cc
 
 def notebook_html(
     path: str | Path,   # an executed notebook
+    title: str = "",    # of the page; the notebook's name if empty
 ) -> str:               # a page that needs nothing from outside
     "What a stage notebook shows when it is run, or the whole of any other notebook, as one HTML page."
     import nbformat
@@ -339,8 +341,8 @@ def notebook_html(
     exporter = HTMLExporter(template_name="basic", embed_images=True, exclude_input=bool(start))
     notebook.cells = notebook.cells[start[-1] + 1:] if start else notebook.cells
     body, _ = exporter.from_notebook_node(notebook)
-    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{Path(path).stem}</title>\n'
-            f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n")
+    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title or Path(path).stem)}</title>\n'
+            f"<style>{_STYLE}</style></head>\n<body>\n{f'<h1>{escape(title)}</h1>' if title else ''}\n{body}\n</body></html>\n")
 
 
 def publish(
@@ -356,7 +358,7 @@ def publish(
         with replacing(run_dir/"rows.csv") as temporary:
             read_table(source/"rows.parquet").write_csv(temporary)
     with replacing(run_dir/"report.html") as temporary:
-        temporary.write_text(notebook_html(run_dir/"notebooks"/step.notebook.name), "utf-8")
+        temporary.write_text(notebook_html(run_dir/"notebooks"/step.notebook.name, f"memloc run {run_dir.name}: {step.stage}"), "utf-8")
     return [run_dir/name for name in REPORT_FILES if (run_dir/name).is_file()]
 
 # %% ../nbs/parts/pipeline.ipynb #97f83444

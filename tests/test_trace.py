@@ -9,6 +9,7 @@ import pytest
 from test_generation import located_run  # noqa: F401  (a fixture)
 
 from memloc.artifacts import stage_table
+from memloc.evaluation import trace_table
 from memloc.generation import GenerationConfig, run_generation
 from memloc.graph_ppr import propagate, transition_matrix
 from memloc.trace import drawable, mass_moved, plot_trace, trace_lines, trace_question
@@ -133,3 +134,13 @@ class TestFigure:
 
 def test_drawable():
     assert drawable("a\nb") == "a b" and drawable("食") == "□" and drawable("x"*9, 5) == "xxxx…"
+
+
+def test_the_table_below_a_trace_tells_named_cited_and_gold(answered):
+    trace = trace_question(answered, QUESTION)
+    shown = trace_table(trace, answered)
+    gold = stage_table(answered, "data", "gold").filter(pl.col("question_id") == QUESTION)
+    for mark, turns in (("named", {each["turn_id"] for each in trace["evidence"]}), ("gold", set(gold["evidence_turns"].item())),
+                        ("cited", {each["turn_id"] for each in trace["answer"]["citations"]})):
+        assert set(shown.frame.filter(pl.col(mark) == "yes")["turn_id"]) == turns
+    assert gold["answer"].item() in str(shown) and trace["answer"]["answer"] in str(shown)
