@@ -15,10 +15,10 @@ import numpy as np
 
 from .multihop import UNKNOWN, LocatingSample, digest, reason_of
 
-# %% ../nbs/parts/toy.ipynb #e3f2ec9f
-NAMES = tuple("ana ben cora dan eva finn gina hugo ida jack kim leo mia nils olga paul".split())
-THINGS = tuple("tea milk maps poems boats trees chess drums coffee novels harps clouds darts cocoa letters horses "
-               "bread kites stamps roses songs clocks shoes stones".split())
+# %% ../nbs/parts/toy.ipynb #b8aa23b1
+NAMES = ("ana", "ben", "cora", "dan", "eva", "finn", "gina", "hugo", "ida", "jack", "kim", "leo", "mia", "nils", "olga", "paul")
+THINGS = ("tea", "milk", "maps", "poems", "boats", "trees", "chess", "drums", "coffee", "novels", "harps", "clouds",
+          "darts", "cocoa", "letters", "horses", "bread", "kites", "stamps", "roses", "songs", "clocks", "shoes", "stones")
 
 # %% ../nbs/parts/toy.ipynb #85982c43
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ def toy_samples(
         samples += [sample] if held == (split == "test") else []
     return samples
 
-# %% ../nbs/parts/toy.ipynb #7b2a7dae
+# %% ../nbs/parts/toy.ipynb #2a6c18d8
 PAD, END, ASK, REPLY, OTHER = "<pad>", "<end>", "<ask>", "<reply>", "<other>"
 PIECES = r"</?\w+>|\[\d+\]|\w+|[^\w\s]"
 TAG_WORDS = tuple(f"<{slash}{name}>" for name in ("reason", "id", "answer") for slash in ("", "/"))
-FRAME = tuple("Session of date unknown Question : none No part says anything about it . , \"".split())
+FRAME = ("Session", "of", "date", "unknown", "Question", ":", "none", "No", "part", "says", "anything", "about", "it", ".", ",", '"')
 TEMPLATE = ("{% for message in messages %}{% if message.role == 'user' %}<ask>{{ message.content }}{% elif message.role == 'assistant' %}"
             "<reply>{{ message.content }}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}<reply>{% endif %}")
 SPACES = r'(?<=>) | (?=<)| (?=" \[)|(?<=") (?!\[)'  # spaces that the form does not have
