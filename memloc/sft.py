@@ -49,11 +49,11 @@ from .toy import ToyTask, toy_samples, write_toy
 # %% ../nbs/04_sft.ipynb #ce1425eb
 log = logging.getLogger(__name__)
 
-# %% ../nbs/04_sft.ipynb #7686af01
+# %% ../nbs/04_sft.ipynb #a21810cd
 PRECISIONS = ("measured", "float32", "bfloat16")
 WARMUP = 0.05   # share of the steps in which the learning rate rises (not in the paper)
 LOOKS = 6       # checkpoints, and looks at the development split, in a training
-DEVELOPMENT = 40  # samples of that split: enough for a curve
+DEVELOPMENT = 24  # samples of that split: enough for a curve
 QUOTED = 8      # words of a quotation in the reason, at most
 
 
@@ -308,7 +308,7 @@ def trainer_arguments(
         save_strategy="steps", save_steps=1/LOOKS, save_total_limit=1, logging_strategy="steps", logging_steps=10,
         disable_tqdm=True, report_to="none")
 
-# %% ../nbs/04_sft.ipynb #dfd55bce
+# %% ../nbs/04_sft.ipynb #aee7557a
 def start_folder(
     model: str,         # as in `SFTConfig`
     folder: Path,       # where a toy is written
@@ -316,10 +316,12 @@ def start_folder(
 ) -> str:               # what `LocalModel` takes
     "The model that training starts from."
     if model == "toy":
-        if not folder.is_dir():
-            written = write_toy(folder.with_name(f".{os.getpid()}.{folder.name}"), seed=seed)
-            if not folder.is_dir():  # another process may have been faster
-                os.rename(written, folder)
+        from filelock import FileLock
+
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(".start.lock")):  # several processes may start together
+            if not folder.is_dir():
+                os.rename(write_toy(folder.with_name(".start"), seed=seed), folder)
         return str(folder)
     if model == "smollm2" or Path(model).expanduser().is_dir():
         return model
@@ -484,25 +486,28 @@ def train_network(
     trainer.train(resume_from_checkpoint=last)
     return trainer
 
-# %% ../nbs/04_sft.ipynb #73cdb5db
+# %% ../nbs/04_sft.ipynb #1bb691d8
 def save_model(
     trainer: Any,
     reader: LocalModel,
     target: Path,          # replaced if there
 ) -> None:
     "Write the trained model as an ordinary folder, in one step."
-    network, work = trainer.accelerator.unwrap_model(trainer.model), target.with_name(f".{target.name}")
-    if hasattr(network, "merge_and_unload"):
-        network = network.merge_and_unload()
-    shutil.rmtree(work, ignore_errors=True)
+    first, work = trainer.is_world_process_zero(), target.with_name(f".{target.name}")
+    if first:
+        shutil.rmtree(work, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
     if trainer.is_fsdp_enabled:
-        trainer.save_model(str(work))
-    elif trainer.is_world_process_zero():
+        trainer.save_model(str(work))  # every process sends its part
+    elif first:
+        network = trainer.accelerator.unwrap_model(trainer.model)
+        network = network.merge_and_unload() if hasattr(network, "merge_and_unload") else network
         network.save_pretrained(work)
-    if trainer.is_world_process_zero():
+    if first:
         reader.tokenizer.save_pretrained(work)
         shutil.rmtree(target, ignore_errors=True)
         os.rename(work, target)
+    trainer.accelerator.wait_for_everyone()
 
 # %% ../nbs/04_sft.ipynb #d822d4c2
 def heldout_rows(
@@ -540,7 +545,7 @@ def write_sft(
     stage.count(samples=train["samples"], shortened=train["shortened"], left_out=train["left_out"], steps=training["step"].max() or 0)
     return summary
 
-# %% ../nbs/04_sft.ipynb #f0c6db6d
+# %% ../nbs/04_sft.ipynb #faf90541
 def train_once(
     config: SFTConfig,
     reader: LocalModel,
@@ -554,7 +559,8 @@ def train_once(
     if not (work/"trained").is_file():
         trainer = train_network(load_network(reader, config), reader, config, prepared["train"].tokens, prepared["dev"].tokens, work, max_steps)
         save_model(trainer, reader, target)
-        (work/"trained").touch()
+        if trainer.is_world_process_zero():
+            (work/"trained").touch()
 
 
 def run_sft(
