@@ -14,10 +14,10 @@ export GOMP_SPINCOUNT         ?= 0
 export OMP_NUM_THREADS        ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test sync outputs lab reproduce results bench clean
+.PHONY: help env run train-sft test sync outputs lab reproduce results bench clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 env: $(STAMP)  ## build .venv from requirements.lock (PYTHON=python3.11, PIP_ARGS="..." for pip)
 
@@ -32,6 +32,9 @@ $(STAMP): requirements.lock pyproject.toml
 
 run: env  ## run the shipped sample: executed notebooks and a report in runs/sample
 	$(VENV)/bin/memloc run sample
+
+train-sft: env  ## train a locator: make train-sft PROFILE=sample|small|paper [DATA=folder] [NAME=run]; again after a break to go on
+	$(VENV)/bin/memloc train-sft $(PROFILE) $(if $(DATA),--data $(DATA)) $(if $(NAME),--name $(NAME)) $(ARGS)
 
 test: env  ## ruff, then every test: modules in sync, notebooks clean, outputs true, and the rest
 	$(VENV)/bin/ruff check .

@@ -278,6 +278,7 @@ STAGE_CONFIGS = {
     "01_memory_units": "memloc.memory_units:UnitsConfig",
     "02_routing": "memloc.routing:RoutingConfig",
     "03_graph_ppr": "memloc.graph_ppr:GraphConfig",
+    "04_sft": "memloc.sft:SFTConfig",
     "06_locator": "memloc.locator:LocatorConfig",
     "07_generation": "memloc.generation:GenerationConfig",
     "08_evaluation": "memloc.evaluation:EvaluationConfig",
