@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['log', 'PRECISIONS', 'WARMUP', 'LOOKS', 'DEVELOPMENT', 'QUOTED', 'LONGEST', 'PROFILES', 'IGNORED', 'SCORES', 'LOG',
-           'SFTConfig', 'end_of_turn', 'reader_of', 'Tokens', 'sample_tokens', 'without_segment', 'tokenize_sample',
-           'Prepared', 'prepare', 'toy_splits', 'question_splits', 'training_samples', 'id_scores', 'reply_row',
-           'evaluate_locator', 'lexical_rows', 'score_means', 'n_processes', 'trainer_arguments', 'start_folder',
-           'load_network', 'log_row', 'read_log', 'plot_curves', 'keep_log', 'same_training', 'train_network',
-           'save_model', 'heldout_rows', 'write_sft', 'few_threads', 'train_once', 'run_sft', 'fsdp_settings',
-           'launch_plan', 'profile_config']
+           'PERCENT', 'SFTConfig', 'end_of_turn', 'reader_of', 'Tokens', 'sample_tokens', 'without_segment',
+           'tokenize_sample', 'Prepared', 'prepare', 'toy_splits', 'question_splits', 'training_samples', 'id_scores',
+           'reply_row', 'evaluate_locator', 'lexical_rows', 'score_means', 'n_processes', 'trainer_arguments',
+           'start_folder', 'load_network', 'log_row', 'read_log', 'plot_curves', 'keep_log', 'same_training',
+           'train_network', 'save_model', 'heldout_rows', 'write_sft', 'few_threads', 'train_once', 'run_sft',
+           'heldout_figures', 'keep_sft', 'fsdp_settings', 'launch_plan', 'profile_config']
 
 # %% ../nbs/04_sft.ipynb #e2fa5dde
+import datetime
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ import numpy as np
 import polars as pl
 
 from .answer_metrics import token_f1
-from .artifacts import Stage, read_json, replacing, sha256_file, write_json
+from .artifacts import Stage, read_json, replacing, sha256_file, stage_manifest, stage_table, write_json
 from .chat import ChatModel, LLMError, Outcome, Sampling
 from .encoders import key_of
 from .ids import parse_reply
@@ -47,7 +48,9 @@ from memloc.multihop import (
     select,
     split_questions,
 )
+from .tables import as_rows
 from .toy import ToyTask, toy_samples, write_toy
+from .uncertainty import paired_table, summarise
 
 # %% ../nbs/04_sft.ipynb #ce1425eb
 log = logging.getLogger(__name__)
@@ -628,6 +631,62 @@ def run_sft(
         summary = write_sft(stage, rows, read_log(work/"log.jsonl"), prepared)
     shutil.rmtree(work)
     return summary
+
+# %% ../nbs/04_sft.ipynb #f41c1234
+PERCENT = ("well_formed", "precision", "recall", "f1", "exact", "answer_f1")
+
+
+def _long(
+    rows: pl.DataFrame,       # of `evaluate_locator` and `lexical_rows`
+    metrics: Sequence[str],
+) -> pl.DataFrame:            # system, question_id, metric, k, value
+    "One line a system, sample and metric; systems without a metric are left out of it."
+    long = rows.unpivot(metrics, index=["system", "sample_id"], variable_name="metric", value_name="value").drop_nulls("value")
+    return long.with_columns(k=pl.lit(None, pl.Int32)).rename({"sample_id": "question_id"})
+
+
+def heldout_figures(
+    rows: pl.DataFrame,               # of `evaluate_locator` and `lexical_rows`
+    dataset: str,                     # like "multihop@1a2b3c4d"
+    date: str,                        # like "2026-11-30"
+    commit: str,
+    against: str = "trained",         # the system that the others are compared with
+) -> tuple[pl.DataFrame, pl.DataFrame]:  # result rows, paired differences; in percent, n_tokens in tokens
+    "Means with intervals, and differences of the trained model from the others on the same samples."
+    hops = pl.format("test/{}, {} hops", "source", "n_hops")
+    seen = rows.unique("sample_id")
+    groups = pl.concat([seen.select(split=pl.lit("test"), question_id="sample_id"), seen.select(split=hops, question_id="sample_id")])
+    found, paired = [], []
+    for name in SCORES:
+        long = _long(rows, [name])
+        if long.is_empty():
+            continue
+        found.append(summarise(long, groups, scale=100.0 if name in PERCENT else 1.0))
+        others = [system for system in long["system"].unique(maintain_order=True) if system != against]
+        if name in PERCENT and others:
+            paired.append(paired_table(long, against, others, groups.filter(pl.col("split") == "test")))
+    told = {"dataset": pl.lit(dataset), "date": pl.lit(date), "commit": pl.lit(commit)}
+    return as_rows(pl.concat(found), "sft", dataset, "none", date, commit), pl.concat(paired).with_columns(**told)
+
+
+def keep_sft(
+    run_dir: str | Path,   # a finished run
+    path: str | Path,      # where to, like nbs/results/sft-small.csv
+) -> int:                  # rows written
+    "Write figures, paired differences and manifest of a run."
+    manifest, path = stage_manifest(run_dir, "sft"), Path(path)
+    if re.search(r"\+|unknown", manifest["commit"]):
+        raise ValueError(f"{run_dir}: figures of commit {manifest['commit']!r} cannot be kept: commit the changes, train again, then keep them")
+    date = datetime.date.fromtimestamp((Path(run_dir)/"sft"/"manifest.json").stat().st_mtime).isoformat()
+    source = f"multihop@{key_of(manifest['inputs'])[:8]}" if manifest["inputs"] else f"toy@{manifest['settings']['seed']}"
+    rows, paired = heldout_figures(stage_table(run_dir, "sft", "heldout"), source, date, manifest["commit"])
+    for table, file in ((rows, path), (paired, path.with_name(f"{path.stem}-paired.csv"))):
+        with replacing(file) as temporary:
+            table.write_csv(temporary)
+    about = {name: value for name, value in manifest.items() if name != "outputs"}
+    write_json(about | {"date": date, "weights": read_json(Path(run_dir)/"sft"/"weights.json"), "report": read_json(Path(run_dir)/"sft"/"report.json"),
+                        "log": stage_table(run_dir, "sft", "log").to_dicts()}, path.with_suffix(".json"))
+    return rows.height
 
 # %% ../nbs/04_sft.ipynb #9441502c
 def fsdp_settings(
