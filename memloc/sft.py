@@ -100,7 +100,7 @@ class SFTConfig:
 # %% ../nbs/04_sft.ipynb #2c6f72c6
 PROFILES = {
     "sample": SFTConfig(),
-    "small": SFTConfig("smollm2", "", 612, 200, 6, False, 1.0, 2, 1, 2e-4, 512, "measured"),
+    "small": SFTConfig("smollm2", "", 620, 200, 6, False, 1.0, 2, 1, 2e-4, 512, "measured"),
     "paper": SFTConfig("Qwen/Qwen3-8B", "", 4000, 300, 10, True, 5.0, 32, 2, 1e-5, 2048, "bfloat16", True),
 }
 
