@@ -493,10 +493,11 @@ def gold_places(
 def segment_text(
     passage: Passage,
     sentences: Iterable[int],
+    titled: bool = True,        # False: without its title
 ) -> str:
     "Sentences of a passage as one segment; its title stands where a turn has its speaker."
     text = " ".join(filter(None, (passage.sentences[i] for i in sentences)))
-    return f"{passage.title}: {text}" if passage.title and text else text
+    return f"{passage.title}: {text}" if titled and passage.title and text else text
 
 # %% ../nbs/parts/multihop.ipynb #7a655fa7
 class DistractorPool:
@@ -512,11 +513,17 @@ class DistractorPool:
         question: str,
         n: int,                      # how many
         without: Collection[str],    # keys of passages that must not be found
-    ) -> list[Passage]:
+        avoid: str = "",             # words that must not be stated
+    ) -> list[Passage]:              # no two alike
         "The passages that share most with the question."
-        order = np.argsort(-self.index.scores([question])[0], kind="stable")
-        allowed = (int(i) for i in order if not self.keys[i] & without)
-        return [self.passages[i] for i, _ in zip(allowed, range(n))]
+        found, taken = [], set(without)
+        for i in np.argsort(-self.index.scores([question])[0], kind="stable"):
+            if len(found) == n:
+                break
+            if not self.keys[i] & taken and not states(self.passages[i].text, avoid):
+                found.append(self.passages[i])
+                taken |= self.keys[i]
+        return found
 
 
 def distracting(
@@ -525,14 +532,16 @@ def distracting(
     rng: np.random.Generator,
     pool: DistractorPool | None,     # for questions with too few of their own
     places: Sequence[tuple[int, ...]],  # sentences shown of each gold passage
+    avoid: str = "",                 # words that none of them may state
 ) -> list[tuple[Passage, tuple[int, ...]]]:  # passages and what to show of them
     "Distractors, cut at the places where the evidence stands in its passages."
     gold = frozenset().union(*(passage_keys(question.passages[i]) for i in question.gold_passages))
     stated = {key for key in gold if key.startswith("text:")}
-    own = [passage for i in question.distractors if not passage_keys(passage := question.passages[i]) & stated and passage.text]
+    own = [passage for i in question.distractors if not passage_keys(passage := question.passages[i]) & stated and passage.text
+           and not states(passage.text, avoid)]
     chosen = [own[i] for i in rng.permutation(len(own))[:n]]
     if pool and len(chosen) < n:
-        chosen += pool.near(question.question, n - len(chosen), gold.union(*map(passage_keys, own)))
+        chosen += pool.near(question.question, n - len(chosen), gold.union(*map(passage_keys, own)), avoid)
     taken = []
     for passage in chosen:
         place, last = places[rng.integers(len(places))], len(passage.sentences) - 1
@@ -648,11 +657,14 @@ def build_sample(
     if len(places) >= n_segments:
         raise ValueError(f"{question.question_id}: {len(places)} passages of evidence leave no room for a distractor in {n_segments} segments; raise n_segments")
     used = [(question.passages[passage], sentences) for passage, sentences in places]
-    used += distracting(question, n_segments - len(used), rng, pool, [sentences for _, sentences in known])
+    used += distracting(question, n_segments - len(used), rng, pool, [sentences for _, sentences in known], question.answer if negative else "")
+    titled = all(question.passages[passage].title for passage, _ in known)
+    texts = [segment_text(*each, titled) for each in used]
+    used = [each for i, each in enumerate(used) if i < len(places) or texts[i] not in texts[:i]]
     if len(used) == len(places):
         raise ValueError(f"{question.question_id}: no distractors; give a pool, or leave out questions with evidence only")
     order = rng.permutation(len(used))
-    segments = [segment_text(*used[i]) for i in order]
+    segments = [segment_text(*used[i], titled) for i in order]
     gold = tuple(int(np.flatnonzero(order == i)[0]) + 1 for i in range(len(places)))
     reason = reason_of([(number, segments[number - 1]) for number in gold], question.chain, question.answer, n_words, say_steps)
     return LocatingSample(f"{question.question_id}{'#none'*negative}", question.source, question.question, None, tuple(segments), gold,
@@ -755,5 +767,6 @@ def dialogue_samples(
         others = [session for session in spoken if session.startswith(row["conversation_id"] + "/") and session not in row["evidence_sessions"]]
         drawn = [others[i] for i in rng.permutation(len(others))[:negatives]]
         samples += [one_session(row, session, spoken[session], dates[session], rng, n_segments, n_words)
-                    for session in [*row["evidence_sessions"], *drawn] if spoken.get(session)]
+                    for session in [*row["evidence_sessions"], *drawn]
+                    if spoken.get(session) and (session in drawn or {turn for turn, _ in spoken[session]} & set(row["evidence_turns"]))]
     return samples

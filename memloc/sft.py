@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 # %% ../nbs/04_sft.ipynb #2d79af21
 PRECISIONS = ("measured", "float32", "bfloat16")
 WARMUP = 0.05   # share of the steps in which the learning rate rises (not in the paper)
-LOOKS = 6       # checkpoints, and looks at the development split, in a training
+LOOKS = 5       # checkpoints, and looks at the development split, in a training
 DEVELOPMENT = 24  # samples of that split: enough for a curve
 QUOTED = 8      # words of a quotation in the reason, at most
 LONGEST = 60    # words of a piece of evidence, at most: longer ones are not chosen
@@ -235,9 +235,10 @@ def question_splits(config: SFTConfig) -> Splits:
     wanted = Splits(config.n_samples, DEVELOPMENT, config.n_heldout)
     train, dev, test = [build_samples(select(part, n, seed=config.seed, evidence_only=True, longest=LONGEST), config.seed, config.n_segments, pool=pool,
                                       n_words=QUOTED, say_steps=config.reason_steps) for part, n, pool in zip(splits, wanted, pools, strict=True)]
-    dialogue = dialogue_samples(shipped(), config.seed, config.n_segments, n_words=QUOTED)[:config.n_samples//10]
-    mixed = [*train[:config.n_samples - len(dialogue)], *dialogue]
-    return Splits([mixed[i] for i in np.random.default_rng(config.seed).permutation(len(mixed))], dev, test)
+    rng, dialogue = np.random.default_rng(config.seed), dialogue_samples(shipped(), config.seed, config.n_segments, n_words=QUOTED)
+    told = [dialogue[i] for i in rng.permutation(len(dialogue))[:min(config.n_samples, len(train))//10]]
+    mixed = [*train[:config.n_samples - len(told)], *told]
+    return Splits([mixed[i] for i in rng.permutation(len(mixed))], dev, test)
 
 
 def training_samples(config: SFTConfig) -> Splits:
@@ -551,7 +552,7 @@ def heldout_rows(
 ) -> pl.DataFrame:
     "Replies of a model to held-out samples, scored; asked once."
     if not kept.is_file():
-        model = LocalModel(str(folder), dtype=config.precision, batch_size=64 if config.model == "toy" else 16)
+        model = LocalModel(str(folder), dtype=config.precision, batch_size=64 if config.model == "toy" else 8)
         log.info("%s: %d held-out samples", system, len(samples))
         with replacing(kept) as file:
             evaluate_locator(model, samples, system, max_tokens).write_parquet(file)
