@@ -105,15 +105,16 @@ def train_sft(
     import yaml
 
     from memloc.artifacts import replacing
-    from memloc.pipeline import find_root, parse_parameters
+    from memloc.pipeline import find_root, parse_parameters, run_folder
     from memloc.sft import fsdp_settings, launch_plan, profile_config, run_sft
 
     _show_progress()
     with one_line_errors(wrong_usage=(ValueError, FileNotFoundError)):
         changes = parse_parameters(parameter or []) | ({"data": str(data.resolve())} if data else {})
         config = profile_config(profile, changes)
-        folder = (root.resolve() if root else find_root())/"runs"/(name or f"sft-{profile}")
-        given = [*(["--data", str(data.resolve())] if data else []), *(["--name", name] if name else []), "--root", str(folder.parent.parent),
+        top = root.resolve() if root else find_root()
+        folder = run_folder(top, name or f"sft-{profile}", make=not dry_run)
+        given = [*(["--data", str(data.resolve())] if data else []), *(["--name", name] if name else []), "--root", str(top),
                  *(word for each in parameter or [] for word in ("-p", each))]
         settings = folder/"fsdp.yaml"
         plan = launch_plan(config, ["memloc", "train-sft", profile, *given], gpus, settings)

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['SOURCES', 'READERS', 'SIGNS', 'NOTHING', 'UNKNOWN', 'Passage', 'MultihopQuestion', 'ContextRecord', 'Paragraph',
-           'Step', 'AnswerSpans', 'ParagraphRecord', 'EvidenceRecord', 'plain_text', 'normalised', 'states',
-           'sentences_of', 'sentence_gold', 'answer_last', 'from_context', 'steps_in_words', 'from_paragraphs',
-           'digest', 'from_evidence', 'layout_of', 'source_of', 'files_of', 'records_of', 'read_questions', 'richness',
-           'with_marks_of', 'load_multihop', 'load_pool', 'passage_keys', 'gold_keys', 'components', 'all_keys',
-           'without_passages', 'Splits', 'split_questions', 'telling_sentences', 'gold_places', 'segment_text',
-           'DistractorPool', 'distracting', 'deal_passages', 'pools_of', 'quote', 'reason_of', 'LocatingSample',
-           'build_sample', 'build_samples', 'select', 'window', 'one_session', 'dialogue_samples']
+           'Step', 'AnswerSpans', 'ParagraphRecord', 'EvidenceRecord', 'PoolRecord', 'plain_text', 'normalised',
+           'states', 'sentences_of', 'sentence_gold', 'answer_last', 'from_context', 'steps_in_words',
+           'from_paragraphs', 'digest', 'from_evidence', 'layout_of', 'source_of', 'files_of', 'records_of',
+           'defect_of', 'read_questions', 'richness', 'with_marks_of', 'load_multihop', 'load_pool', 'passage_keys',
+           'gold_keys', 'components', 'all_keys', 'without_passages', 'Splits', 'split_questions', 'telling_sentences',
+           'gold_places', 'segment_text', 'DistractorPool', 'distracting', 'deal_passages', 'pools_of', 'quote',
+           'reason_of', 'LocatingSample', 'build_sample', 'build_samples', 'select', 'window', 'one_session',
+           'dialogue_samples']
 
 # %% ../nbs/parts/multihop.ipynb #c2f62e53
 import hashlib
@@ -66,6 +67,7 @@ class MultihopQuestion:
     chain: tuple[str, ...]                     # steps in words, one for each gold passage in chain order; or none
     n_hops: int                                # passages to combine
     file: str                                  # where it was read
+    facts: tuple[str, ...] = ()                # what each step finds, one for each
 
     @property
     def gold_passages(self) -> tuple[int, ...]:
@@ -78,7 +80,7 @@ class MultihopQuestion:
         return tuple(i for i in range(len(self.passages)) if i not in self.gold_passages)
 
 # %% ../nbs/parts/multihop.ipynb #b6cf40a6
-class ContextRecord(BaseModel):
+class ContextRecord(BaseModel, coerce_numbers_to_str=True):
     "HotpotQA and 2WikiMultihopQA as published: titled lists of sentences, and which of them support the answer."
 
     id: str = Field(validation_alias=AliasChoices("_id", "id"))
@@ -92,7 +94,10 @@ class ContextRecord(BaseModel):
     @classmethod
     def _pairs(cls, value: Any) -> Any:
         "Two columns {'title': [...], 'sentences': [...]}, as in parquet copies, are pairs too."
-        return list(zip(*value.values(), strict=True)) if isinstance(value, dict) and len(value) == 2 else value
+        columns = list(value.values()) if isinstance(value, dict) else []
+        if len(columns) == 2 and all(isinstance(column, list) for column in columns) and len(columns[0]) == len(columns[1]):
+            return list(zip(*columns, strict=True))
+        return value
 
 # %% ../nbs/parts/multihop.ipynb #7e310b9d
 class Paragraph(BaseModel):
@@ -112,14 +117,20 @@ class Step(BaseModel):
     paragraph_support_idx: int | None = None
 
 
-class AnswerSpans(BaseModel):
-    "An answer as a list of spans."
+class AnswerSpans(BaseModel, coerce_numbers_to_str=True):
+    "An answer as spans of text, a number or a date."
 
     spans: list[str] = []
     number: str = ""
+    date: dict[str, str] = {}  # day, month, year
+
+    @property
+    def text(self) -> str:
+        "The answer in words."
+        return " ".join(self.spans) or self.number or " ".join(filter(None, (self.date.get(part, "") for part in ("day", "month", "year"))))
 
 
-class ParagraphRecord(BaseModel):
+class ParagraphRecord(BaseModel, coerce_numbers_to_str=True):
     "MuSiQue as published, and any of the sets as IRCoT repackages it."
 
     id: str = Field(validation_alias=AliasChoices("id", "question_id"))
@@ -137,6 +148,13 @@ class EvidenceRecord(BaseModel):
     question: str
     answer: str
     evidence: list[str]
+
+
+class PoolRecord(BaseModel):
+    "A passage of no question."
+
+    title: str
+    text: str
 
 # %% ../nbs/parts/multihop.ipynb #35c7ffdb
 def plain_text(text: str) -> str:
@@ -174,17 +192,17 @@ def sentence_gold(
     log: LintLog,                            # receives labels that point nowhere
 ) -> list[tuple[int, int | None]] | None:    # (passage, sentence); None: a passage is missing
     "Supporting facts as positions."
-    place = {passage.title: i for i, passage in reversed(list(enumerate(passages)))}
     gold: list[tuple[int, int | None]] = []
     for title, sentence in record.supporting_facts:
-        if title not in place:
-            log.add(record.id, "supporting_facts", "supporting passage missing", title, "set aside", "the question is left out")
+        named = [i for i, passage in enumerate(passages) if passage.title == title]
+        holding = [i for i in named if 0 <= sentence < len(passages[i].sentences) and passages[i].sentences[sentence]]
+        if not named or len(holding) > 1 or (len(named) > 1 and not holding):
+            rule = "supporting passage ambiguous" if named else "supporting passage missing"
+            log.add(record.id, "supporting_facts", rule, f"{title}, {sentence}", "set aside", "the question is left out")
             return None
-        texts = passages[place[title]].sentences
-        inside = 0 <= sentence < len(texts) and bool(texts[sentence])
-        if not inside:
+        if not holding:
             log.add(record.id, "supporting_facts", "no such sentence", f"{title}, {sentence}", "repaired", "read as: somewhere in the passage")
-        gold.append((place[title], sentence if inside else None))
+        gold.append((holding[0], sentence) if holding else (named[0], None))
     marked = {passage for passage, sentence in gold if sentence is not None}
     return [pair for pair in dict.fromkeys(gold) if pair[1] is not None or pair[0] not in marked]
 
@@ -213,13 +231,14 @@ def from_context(record: ContextRecord, source: str, log: LintLog) -> MultihopQu
         log.add(record.id, "context", "repeated passage", len(record.context) - len(passages), "repaired", "kept once")
     record = record.model_copy(update={"supporting_facts": [(plain_text(title), n) for title, n in record.supporting_facts]})
     gold = sentence_gold(record, passages, log)
-    if not gold:
+    if gold is None:
         return None
     chain = tuple(plain_text(f"{subject}, {relation}: {value}") for subject, relation, value in record.evidences or ())
     ordered = tuple(gold) if record.evidences else answer_last(gold, passages, record.answer)
     n_hops = len({passage for passage, _ in ordered})
     return MultihopQuestion(f"{source}/{record.id}", source, plain_text(record.question), plain_text(record.answer), passages, ordered,
-                            chain if len(chain) == n_hops else (), n_hops, log.file)
+                            chain if len(chain) == n_hops else (), n_hops, log.file,
+                            tuple(plain_text(value) for *_, value in record.evidences or ()) if len(chain) == n_hops else ())
 
 # %% ../nbs/parts/multihop.ipynb #72611b3a
 def steps_in_words(
@@ -244,11 +263,12 @@ def from_paragraphs(record: ParagraphRecord, source: str, log: LintLog) -> Multi
     if not order or None in order:
         log.add(record.id, "paragraphs", "supporting passage missing", order, "set aside", "the question is left out")
         return None
-    answer = record.answer if record.answer is not None else ", ".join(" ".join(a.spans) or a.number for a in record.answers_objects)
+    answer = record.answer if record.answer is not None else next((a.text for a in record.answers_objects), "")
     gold, chain = [(i, None) for i in dict.fromkeys(order)], steps_in_words(steps)
     return MultihopQuestion(f"{source}/{record.id}", source, plain_text(record.question), plain_text(answer), passages,
                             tuple(gold) if steps else answer_last(gold, passages, answer),
-                            chain if len(chain) == len(gold) else (), len(steps) or len(gold), log.file)
+                            chain if len(chain) == len(gold) else (), len(steps) or len(gold), log.file,
+                            tuple(plain_text(step.answer) for step in steps) if len(chain) == len(gold) else ())
 
 # %% ../nbs/parts/multihop.ipynb #fe307a88
 def digest(text: str) -> str:
@@ -288,12 +308,13 @@ def source_of(
     path: Path,              # its file and folder may tell
 ) -> str:                    # one of SOURCES
     "Which set a record belongs to."
-    if "evidences" in record or "supporting_facts" in record:
-        return "2wikimultihopqa" if "evidences" in record else "hotpotqa"
-    if "question_decomposition" in record:
-        return "musique"
+    for sign, source in (("evidences", "2wikimultihopqa"), ("question_decomposition", "musique")):
+        if sign in record:
+            return source
     named = [source for source in SOURCES if source in (str(record.get("dataset", "")).lower(), path.parent.name.lower())
              or path.name.lower().startswith(source.removesuffix("multihopqa"))]
+    if len(named) != 1 and "supporting_facts" in record:
+        return "hotpotqa"
     if len(named) != 1:
         raise ValueError(f"{path.name}: the records do not say which set they are from; put the file into a folder called {', '.join(SOURCES[:-1])} or {SOURCES[-1]}")
     return named[0]
@@ -305,7 +326,7 @@ def files_of(
     "The JSON, JSON lines and parquet files meant."
     paths = [Path(where)] if isinstance(where, (str, Path)) else [Path(each) for each in where]
     found = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path])
-             if not path.is_dir() or re.search(r"\.(json|jsonl|parquet)(\.gz|\.xz)?$", file.name)]
+             if not path.is_dir() or re.search(r"\.(json|jsonl|parquet)(\.gz|\.xz)?$", file.name, re.IGNORECASE)]
     if not found:
         raise FileNotFoundError(f"{', '.join(map(str, paths))}: no JSON, JSON lines or parquet file there; give the folder or the files of the question sets")
     return sorted(found, key=lambda file: (file.parent.name, file.name))
@@ -314,27 +335,42 @@ def files_of(
 def records_of(path: Path, log: LintLog) -> list[Any]:
     "The records of a file."
     records = parse_records(read_content(path), path.name)
-    if isinstance(records, dict) and all(isinstance(value, list) and all(isinstance(each, str) for each in value) for value in records.values()):
+    if isinstance(records, dict) and all(value and isinstance(value, list) and all(isinstance(each, str) for each in value) for value in records.values()):
         records = [{"title": title, "text": "  ".join(sentences)} for title, sentences in records.items()]
     return clean_tree(records if isinstance(records, list) else [records], log)
 
 
+def defect_of(
+    question: MultihopQuestion,
+) -> str | None:  # None: it can be used
+    "What a question lacks."
+    shown = [[passage.sentences[i] for i in range(len(passage.sentences)) if (place, i) in question.gold or (place, None) in question.gold]
+             for place, passage in ((place, question.passages[place]) for place in question.gold_passages)]
+    lacks = {"question": not question.question, "answer": not question.answer, "evidence": not shown or not all(map(any, shown))}
+    return next((f"no {name}" for name, missing in lacks.items() if missing), None)
+
+
 def read_questions(path: Path, log: LintLog) -> list[MultihopQuestion]:
     "The questions of one file."
-    found = []
-    records = records_of(path, log)
-    if records and layout_of(records[0]) == "pool":
-        log.add("the whole file", "", "passages without questions", len(records), "noted", "not read here; `load_pool` reads it")
-        return []
+    found, records = [], records_of(path, log)
+    if n_pool := sum(layout_of(record) == "pool" for record in records):
+        log.add("the whole file", "", "passages without questions", n_pool, "noted", "not read here; `load_pool` reads them")
+    if not records:
+        log.add("the whole file", "", "no records", path.name, "noted", "nothing to read")
     for number, record in enumerate(records):
         layout = layout_of(record)
+        if layout == "pool":
+            continue
         if layout not in READERS:
             keys = sorted(record)[:6] if isinstance(record, dict) else type(record).__name__
             raise ValueError(f"{path.name}: record {number} has {keys}; expected supporting_facts (HotpotQA, 2WikiMultihopQA), paragraphs (MuSiQue), "
                              "contexts or evidence. A file without labels, such as a test set, cannot be used")
         model, read = READERS[layout]
         question = read(check_form(model, record, path.name, layout, (number,)), source_of(record, path), log)
-        found += [question] if question else []
+        if question and (defect := defect_of(question)):
+            log.add(question.question_id, layout, defect, question.question, "set aside", "the question is left out")
+        elif question:
+            found.append(question)
     return found
 
 # %% ../nbs/parts/multihop.ipynb #be53f724
@@ -364,6 +400,7 @@ def load_multihop(
     "Read multi-hop questions of any layout."
     logs: list[LintLog] = []
     kept: dict[tuple[str, str], MultihopQuestion] = {}
+    ids: set[str] = set()
     for path in files_of(where):
         logs.append(LintLog(path.name))
         for question in read_questions(path, logs[-1]):
@@ -373,6 +410,10 @@ def load_multihop(
                 logs[-1].add(question.question_id, "question", "repeated question", question.question, "set aside",
                              f"{better.file} is kept, {other.file} left out")
                 question = with_marks_of(better, other)
+            elif question.question_id in ids:
+                logs[-1].add(question.question_id, "id", "id of another question", question.question, "repaired", "told apart by a checksum of the question")
+                question = replace(question, question_id=f"{question.question_id}~{digest(question.question)}")
+            ids.add(question.question_id)
             kept[key] = question
     return list(kept.values()), pl.concat([log.table() for log in logs])
 
@@ -381,8 +422,9 @@ def load_pool(
     where: str | Path | Iterable[str | Path],  # a folder, a file or several files
 ) -> list[Passage]:                            # each once
     "Passages of files that have no questions, to draw further distractors from."
-    records = [record for path in files_of(where) for record in records_of(path, LintLog(path.name)) if layout_of(record) == "pool"]
-    return list(dict.fromkeys(Passage(plain_text(record["title"]), sentences_of(record["text"])) for record in records))
+    records = [check_form(PoolRecord, record, path.name, "pool", (number,)) for path in files_of(where)
+               for number, record in enumerate(records_of(path, LintLog(path.name))) if layout_of(record) == "pool"]
+    return list(dict.fromkeys(Passage(plain_text(record.title), sentences_of(record.text)) for record in records))
 
 # %% ../nbs/parts/multihop.ipynb #edfc9083
 @lru_cache(maxsize=2**16)
@@ -483,10 +525,10 @@ def gold_places(
     titles = {passage: question.passages[passage].title for passage in question.gold_passages}
     steps = question.chain or [" ".join([question.question, *(title for other, title in titles.items() if other != passage)]) + f": {question.answer}"
                                for passage in titles]
-    places = []
-    for passage, step in zip(question.gold_passages, steps, strict=True):
+    facts, places = question.facts or [question.answer]*len(steps), []
+    for passage, step, fact in zip(question.gold_passages, steps, facts, strict=True):
         marked = [sentence for where, sentence in question.gold if where == passage]
-        places.append((passage, telling_sentences(question.passages[passage], step, step.rsplit(": ", 1)[-1]) if None in marked else tuple(sorted(marked))))
+        places.append((passage, telling_sentences(question.passages[passage], step, fact) if None in marked else tuple(sorted(marked))))
     return places
 
 
@@ -602,11 +644,12 @@ def reason_of(
     answer: str,
     n_words: int = 12,                    # longest quotation
     say_steps: bool = True,               # write the steps; else they only guide the quotations
+    facts: Sequence[str] = (),            # what each step finds; none: the answer, each time
 ) -> str:
     "Each piece of evidence quoted, its number, and the step it settles."
     parts = []
     for place, (number, text) in enumerate(evidence):
-        fact = steps[place].rsplit(": ", 1)[-1] if steps else answer
+        fact = facts[place] if facts else answer
         parts.append(f'"{quote(neutralise(text), neutralise(fact), n_words)}" [{number}]' + (f": {neutralise(steps[place])}." if steps and say_steps else "."))
     return " ".join(parts) or NOTHING
 
@@ -666,7 +709,7 @@ def build_sample(
     order = rng.permutation(len(used))
     segments = [segment_text(*used[i], titled) for i in order]
     gold = tuple(int(np.flatnonzero(order == i)[0]) + 1 for i in range(len(places)))
-    reason = reason_of([(number, segments[number - 1]) for number in gold], question.chain, question.answer, n_words, say_steps)
+    reason = reason_of([(number, segments[number - 1]) for number in gold], question.chain, question.answer, n_words, say_steps, question.facts)
     return LocatingSample(f"{question.question_id}{'#none'*negative}", question.source, question.question, None, tuple(segments), gold,
                           UNKNOWN if negative else question.answer, reason, question.n_hops,
                           frozenset().union(*(passage_keys(passage) for passage, _ in used)))

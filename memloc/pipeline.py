@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FILES', 'FOLDERS', 'logger', 'REPORT_FILES', 'find_root', 'Step', 'Profile', 'profile_path', 'load_profile',
            'parse_parameters', 'file_hashes', 'resolve_parameters', 'package_hash', 'stage_key', 'locked', 'StageError',
-           'peak_memory', 'run_stage', 'notebook_html', 'publish', 'set_aside', 'Run', 'run_profile']
+           'peak_memory', 'run_stage', 'notebook_html', 'publish', 'set_aside', 'Run', 'run_folder', 'run_profile']
 
 # %% ../nbs/parts/pipeline.ipynb #c9d9f7e6
 import difflib
@@ -378,12 +378,17 @@ class Run:
     report: tuple[Path, ...]  # report.json, rows.csv, report.html, as far as there are any
 
 
-def _run_dir(root: Path, name: str) -> Path:
+def run_folder(
+    root: Path,          # project folder
+    name: str,
+    make: bool = True,   # create it
+) -> Path:
     "Folder of a run; names that would leave runs/ are refused."
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ValueError(f"run name {name!r}: use letters, digits, dot, dash and underscore")
     folder = root/"runs"/name
-    folder.mkdir(parents=True, exist_ok=True)
+    if make:
+        folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -419,7 +424,7 @@ def run_profile(
     root = Path(root).resolve() if root else find_root()
     plan = load_profile(profile, root)
     overrides = dict(parameters or {}) | ({"data": str(data)} if data else {})
-    steps, run_dir = resolve_parameters(plan, overrides), _run_dir(root, name or plan.name)
+    steps, run_dir = resolve_parameters(plan, overrides), run_folder(root, name or plan.name)
     with locked(run_dir):
         log, code, ran, upstream = _read_log(run_dir, plan), package_hash(root), [], {}
         for number, step in enumerate(steps, start=1):

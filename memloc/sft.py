@@ -5,16 +5,18 @@
 # %% auto #0
 __all__ = ['log', 'PRECISIONS', 'WARMUP', 'LOOKS', 'DEVELOPMENT', 'QUOTED', 'LONGEST', 'PROFILES', 'IGNORED', 'SCORES', 'LOG',
            'PERCENT', 'SFTConfig', 'end_of_turn', 'reader_of', 'Tokens', 'sample_tokens', 'without_segment',
-           'tokenize_sample', 'Prepared', 'prepare', 'toy_splits', 'question_splits', 'training_samples', 'id_scores',
-           'reply_row', 'evaluate_locator', 'lexical_rows', 'score_means', 'n_processes', 'trainer_arguments',
-           'start_folder', 'load_network', 'log_row', 'read_log', 'plot_curves', 'keep_log', 'same_training',
-           'train_network', 'save_model', 'heldout_rows', 'write_sft', 'few_threads', 'train_once', 'run_sft',
-           'heldout_figures', 'keep_sft', 'fsdp_settings', 'launch_plan', 'profile_config']
+           'tokenize_sample', 'Prepared', 'prepare', 'Samples', 'toy_splits', 'question_splits', 'training_samples',
+           'id_scores', 'reply_row', 'evaluate_locator', 'lexical_rows', 'score_means', 'n_processes',
+           'trainer_arguments', 'start_folder', 'load_network', 'log_row', 'read_log', 'plot_curves', 'keep_log',
+           'claim', 'last_checkpoint', 'train_network', 'save_model', 'heldout_rows', 'write_sft', 'few_threads',
+           'settled', 'ready', 'train_once', 'finished', 'run_sft', 'heldout_figures', 'keep_sft', 'fsdp_settings',
+           'launch_plan', 'profile_config']
 
 # %% ../nbs/04_sft.ipynb #e2fa5dde
 import datetime
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -30,12 +32,12 @@ import numpy as np
 import polars as pl
 
 from .answer_metrics import token_f1
-from .artifacts import Stage, read_json, replacing, sha256_file, stage_manifest, stage_table, write_json
+from .artifacts import Stage, changed_outputs, read_json, replacing, stage_manifest, stage_table, write_json
 from .chat import ChatModel, LLMError, Outcome, Sampling
 from .encoders import key_of
 from .ids import parse_reply
 from .lexical import LexicalIndex
-from .llm import LocalModel, choose_device, choose_dtype
+from .llm import LocalModel, choose_device, choose_dtype, folder_fingerprint
 from memloc.multihop import (
     LocatingSample,
     Splits,
@@ -48,6 +50,7 @@ from memloc.multihop import (
     select,
     split_questions,
 )
+from .pipeline import locked
 from .tables import as_rows
 from .toy import ToyTask, toy_samples, write_toy
 from .uncertainty import paired_table, summarise
@@ -87,13 +90,14 @@ class SFTConfig:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision {self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
-        for name, least in (("n_samples", 1), ("n_heldout", 1), ("n_segments", 5), ("micro_batch_size", 1), ("max_length", 16), ("lora_rank", 0)):
+        for name, least in (("n_samples", 1), ("n_heldout", 1), ("n_segments", 5), ("micro_batch_size", 1), ("max_length", 16), ("lora_rank", 0),
+                            ("seed", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.batch_size < 1 or self.batch_size % self.micro_batch_size:
             raise ValueError(f"batch_size {self.batch_size} must be a multiple of micro_batch_size {self.micro_batch_size}")
-        if not (self.epochs > 0 and self.learning_rate > 0):
-            raise ValueError(f"epochs and learning_rate must be above 0, not {self.epochs} and {self.learning_rate}")
+        if not (0 < self.epochs < math.inf and 0 < self.learning_rate < math.inf):
+            raise ValueError(f"epochs and learning_rate must be numbers above 0, not {self.epochs} and {self.learning_rate}")
         if (self.model == "toy") and self.data != "toy":
             raise ValueError(f"model 'toy' with data {self.data!r}: the toy knows only its own words; use it with data 'toy'")
 
@@ -124,7 +128,12 @@ def reader_of(
     folder: str,       # as `LocalModel` takes it
 ) -> LocalModel:
     "A model whose tokenizer ends a turn as its chat template does, so that the trained folder does so too."
-    reader = LocalModel(folder)
+    try:
+        reader = LocalModel(folder)
+        reader.encode([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
+    except Exception as error:  # libraries raise many kinds; what matters is which folder and what to do
+        raise ValueError(f"{folder}: no model to start from ({type(error).__name__}: {error}); give a folder with the weights and the tokenizer "
+                         "of an instruction model whose chat template takes a system message") from error
     reader.tokenizer.eos_token = reader.tokenizer.convert_ids_to_tokens(end_of_turn(reader.tokenizer))
     return reader
 
@@ -214,34 +223,54 @@ def prepare(
                                     "completion_tokens": sum(completions), "longest": max(lengths), "longest_completion": max(completions)})
 
 # %% ../nbs/04_sft.ipynb #b242252a
-def toy_splits(config: SFTConfig) -> Splits:
+class Samples(NamedTuple):
+    "Samples of each split, and what became of the questions."
+
+    train: list[LocatingSample]
+    dev: list[LocatingSample]
+    test: list[LocatingSample]
+    counts: dict[str, int]
+
+
+def toy_splits(config: SFTConfig) -> Samples:
     "Generated samples; development and test come from the held-out part."
     task = ToyTask(n_segments=(2, config.n_segments))
     held = list({sample.sample_id: sample for sample in toy_samples(task, 2*(config.n_heldout + DEVELOPMENT), config.seed, "test")}.values())
-    return Splits(toy_samples(task, config.n_samples, config.seed, rising=True), held[:DEVELOPMENT], held[DEVELOPMENT:DEVELOPMENT + config.n_heldout])
+    return Samples(toy_samples(task, config.n_samples, config.seed, rising=True), held[:DEVELOPMENT], held[DEVELOPMENT:DEVELOPMENT + config.n_heldout],
+                   {"generated": config.n_samples + len(held)})
 
 
-def question_splits(config: SFTConfig) -> Splits:
+def question_splits(config: SFTConfig) -> Samples:
     "Samples of real questions, and of the shipped training dialogues for a tenth of the training."
     from memloc.data import sample as shipped
 
     if not config.data:
         raise ValueError("data is empty; give the folder that holds the question sets of HotpotQA, MuSiQue or 2WikiMultihopQA (DATA=folder)")
     questions, lint = load_multihop(config.data)
-    log.info("%d questions, %d remarks about the files", len(questions), lint.height)
+    counts = {"questions": len(questions), "set_aside": lint.filter(pl.col("action") == "set aside").height,
+              "repaired": lint.filter(pl.col("action") == "repaired").height}
+    log.info("%d questions; of the files' records %d set aside, %d repaired", *counts.values())
     room = [min(3*n, len(questions)//4) for n in (DEVELOPMENT, config.n_heldout)]
     splits = split_questions(questions, *room, config.seed)
     pools = pools_of(splits, load_pool(config.data), config.seed)
+    fitting = [select(part, len(part), seed=config.seed, evidence_only=True, longest=LONGEST) for part in splits]
     wanted = Splits(config.n_samples, DEVELOPMENT, config.n_heldout)
     train, dev, test = [build_samples(select(part, n, seed=config.seed, evidence_only=True, longest=LONGEST), config.seed, config.n_segments, pool=pool,
                                       n_words=QUOTED, say_steps=config.reason_steps) for part, n, pool in zip(splits, wanted, pools, strict=True)]
+    if not (train and dev and test):
+        raise ValueError(f"{config.data}: {len(questions)} questions give {len(train)} samples for training, {len(dev)} for development and {len(test)} "
+                         "for testing, and none may be without; add questions of two to four hops that share no passage")
+    counts |= {"too_long_or_other_hops": len(questions) - sum(map(len, fitting))}
     rng, dialogue = np.random.default_rng(config.seed), dialogue_samples(shipped(), config.seed, config.n_segments, n_words=QUOTED)
     told = [dialogue[i] for i in rng.permutation(len(dialogue))[:min(config.n_samples, len(train))//10]]
     mixed = [*train[:config.n_samples - len(told)], *told]
-    return Splits([mixed[i] for i in rng.permutation(len(mixed))], dev, test)
+    counts |= {"dialogue": len(told), "short_of_wanted": config.n_samples - len(mixed) + config.n_heldout - len(test)}
+    if counts["short_of_wanted"]:
+        log.warning("%d samples for training and %d for testing; %d and %d were wanted", len(mixed), len(test), config.n_samples, config.n_heldout)
+    return Samples([mixed[i] for i in rng.permutation(len(mixed))], dev, test, counts)
 
 
-def training_samples(config: SFTConfig) -> Splits:
+def training_samples(config: SFTConfig) -> Samples:
     "Samples for training, development and test."
     return toy_splits(config) if config.data == "toy" else question_splits(config)
 
@@ -285,6 +314,8 @@ def evaluate_locator(
     max_tokens: int = 160,       # longest reply
 ) -> pl.DataFrame:               # one row a sample
     "Ask for every sample and score the replies."
+    if not samples:
+        raise ValueError(f"{system}: no samples to ask for; hold some out")
     replies = model.chat([sample.messages for sample in samples], Sampling(max_tokens=max_tokens))
     failed = [reply for reply in replies if isinstance(reply, LLMError) and reply.kind != "empty"]
     if len(failed) == len(samples):
@@ -332,7 +363,7 @@ def trainer_arguments(
         raise ValueError(f"batch_size {config.batch_size} must be a multiple of micro_batch_size {config.micro_batch_size} times {n_processes()} processes")
     return TRLConfig(
         output_dir=str(folder), num_train_epochs=config.epochs, per_device_train_batch_size=config.micro_batch_size,
-        per_device_eval_batch_size=config.micro_batch_size, gradient_accumulation_steps=steps, learning_rate=config.learning_rate,
+        per_device_eval_batch_size=1, gradient_accumulation_steps=steps, learning_rate=config.learning_rate,
         lr_scheduler_type="cosine", warmup_steps=WARMUP, weight_decay=0.0, adam_beta2=0.98, max_grad_norm=1.0, seed=config.seed, data_seed=config.seed,
         train_sampling_strategy="sequential" if config.data == "toy" else "random", bf16=config.precision == "bfloat16", fp16=False,
         gradient_checkpointing=config.gradient_checkpointing, packing=False, max_length=None, completion_only_loss=True,
@@ -374,7 +405,10 @@ def load_network(
     import torch
     from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(reader.folder, dtype=torch.float32)
+    try:
+        network = AutoModelForCausalLM.from_pretrained(reader.folder, dtype=torch.float32)
+    except Exception as error:
+        raise ValueError(f"{reader.folder}: its weights cannot be loaded ({type(error).__name__}: {error}); fetch or save the model again") from error
     if not config.lora_rank:
         return network
     from peft import LoraConfig, get_peft_model
@@ -472,20 +506,40 @@ def keep_log(path: Path) -> Any:  # a `transformers.TrainerCallback`
     return KeepLog()
 
 # %% ../nbs/04_sft.ipynb #fc1af86f
-def same_training(
-    folder: Path,                # of the checkpoints
-    config: SFTConfig,
-    tokens: Sequence[Tokens],
-) -> None:
-    "Note what is trained, or refuse to go on with something else."
-    wanted = {"settings": asdict(config), "tokens": key_of({"tokens": [each.input_ids for each in tokens]})}
+def claim(
+    folder: Path,       # of the checkpoints
+    **facts: Any,       # what the training is, in JSON
+) -> dict[str, Any]:    # all that is noted so far
+    "Note what is trained here, or refuse to go on with something else."
     note = folder/"training.json"
-    if note.is_file() and (found := read_json(note)) != wanted:
-        differ = sorted(name for name in wanted["settings"] if found["settings"].get(name) != wanted["settings"][name]) or ["the samples"]
-        raise ValueError(f"{folder}: an unfinished training with other settings ({', '.join(differ)}) is there; "
-                         "finish it with its own settings, give this run another name, or delete the folder")
+    if folder.is_dir() and not note.is_file() and os.environ.get("RANK", "0") == "0":  # nobody knows whose checkpoints these are
+        shutil.rmtree(folder)
+    found, differ = read_json(note) if note.is_file() else {}, []
+    for name, value in facts.items():
+        if name in found and found[name] != value:
+            parts = sorted(key for key in value if found[name].get(key) != value[key]) if isinstance(value, dict) else []
+            differ.append(f"{name} ({', '.join(parts)})" if parts else name)
+    if differ:
+        raise ValueError(f"{folder}: an unfinished training with other {', '.join(differ)} is there; "
+                         "finish it with its own settings and data, give this run another name, or delete the folder")
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(wanted, note)
+    write_json(found | facts, note)
+    return found | facts
+
+
+def last_checkpoint(
+    folder: Path,
+) -> Path | None:
+    "The newest complete checkpoint; those cut off by a kill are removed."
+    for path in sorted(folder.glob("checkpoint-*"), key=lambda path: -int(path.name.rsplit("-", 1)[1])):
+        try:
+            read_json(path/"trainer_state.json")  # written last
+        except (OSError, ValueError):
+            log.warning("%s is incomplete and is removed", path)
+            shutil.rmtree(path)
+        else:
+            return path
+    return None
 
 
 def train_network(
@@ -500,14 +554,12 @@ def train_network(
     "Train from the start or from the last checkpoint in the folder."
     from datasets import Dataset
     from transformers import PrinterCallback
-    from transformers.trainer_utils import get_last_checkpoint
     from trl import SFTTrainer
 
-    same_training(folder, config, train)
     arguments = trainer_arguments(config, folder, choose_device().split(":")[0])
     arguments.max_steps = max_steps
-    last = get_last_checkpoint(str(folder))
-    kept = read_log(folder/"log.jsonl", int(last.rsplit("-", 1)[1]) if last else 0)
+    last = last_checkpoint(folder)
+    kept = read_log(folder/"log.jsonl", int(last.name.rsplit("-", 1)[1]) if last else 0)
     if arguments.process_index == 0:
         with replacing(folder/"log.jsonl") as file:
             file.write_text("".join(json.dumps(row) + "\n" for row in kept.iter_rows(named=True)), "utf-8")
@@ -515,7 +567,7 @@ def train_network(
     trainer = SFTTrainer(network, arguments, train_dataset=sets[0], eval_dataset=sets[1], processing_class=reader.tokenizer,
                          callbacks=[keep_log(folder/"log.jsonl")])
     trainer.remove_callback(PrinterCallback)  # our log says it
-    trainer.train(resume_from_checkpoint=last)
+    trainer.train(resume_from_checkpoint=str(last) if last else None)
     return trainer
 
 # %% ../nbs/04_sft.ipynb #1bb691d8
@@ -524,10 +576,11 @@ def save_model(
     reader: LocalModel,
     target: Path,          # replaced if there
 ) -> None:
-    "Write the trained model as an ordinary folder, in one step."
-    first, work = trainer.is_world_process_zero(), target.with_name(f".{target.name}")
+    "Write the trained model as an ordinary folder: under another name, then renamed."
+    first, work, old = trainer.is_world_process_zero(), target.with_name(f".{target.name}"), target.with_name(f".{target.name}-old")
     if first:
         shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     if trainer.is_fsdp_enabled:
         trainer.save_model(str(work))  # every process sends its part
@@ -537,8 +590,10 @@ def save_model(
         network.save_pretrained(work)
     if first:
         reader.tokenizer.save_pretrained(work)
-        shutil.rmtree(target, ignore_errors=True)
+        if target.is_dir():
+            os.rename(target, old)
         os.rename(work, target)
+        shutil.rmtree(old, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
 
 # %% ../nbs/04_sft.ipynb #d822d4c2
@@ -564,13 +619,16 @@ def write_sft(
     rows: pl.DataFrame,        # held-out samples of all systems
     training: pl.DataFrame,    # columns LOG
     prepared: Mapping[str, Prepared],
+    counts: Mapping[str, int],  # what became of the questions
+    start: Mapping[str, str],   # checksums of the base model's files
 ) -> pl.DataFrame:             # means by system
     "Tables, report and curves of the stage."
     summary = score_means(rows)
     stage.table("heldout", rows, ["system", "sample_id"])
     stage.table("log", training, ["step", "kind"])
-    stage.json("weights", {path.name: sha256_file(path) for path in sorted((stage.folder/"model").glob("*.safetensors"))})
-    stage.json("report", {"heldout": summary.to_dicts(), "by_hops": score_means(rows, ["source", "n_hops"]).to_dicts(),
+    stage.json("weights", {"start": start, "trained": folder_fingerprint(stage.folder/"model")})
+    stage.json("report", {"date": datetime.date.today().isoformat(), "heldout": summary.to_dicts(),
+                          "by_hops": score_means(rows, ["source", "n_hops"]).to_dicts(), "questions": dict(counts),
                           "splits": {name: part.counts for name, part in prepared.items()}})
     stage.figure("curves", plot_curves(training))
     train = prepared["train"].counts
@@ -591,6 +649,35 @@ def few_threads(config: SFTConfig) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def settled(
+    config: SFTConfig,
+    work: Path,        # checkpoints
+    max_steps: int,
+) -> SFTConfig:        # the same, with the precision that was measured when this training began
+    "Claim the folder for these settings."
+    if config.precision == "measured" and n_processes() > 1:
+        raise ValueError("precision 'measured' with several processes, which could measure differently; choose float32 or bfloat16")
+    known = claim(work, settings=asdict(config), max_steps=max_steps)
+    precision = known.get("precision") or choose_dtype(config.precision, choose_device())
+    claim(work, precision=precision)
+    return replace(config, precision=precision)
+
+
+def ready(
+    config: SFTConfig,
+    work: Path,
+) -> tuple[Samples, LocalModel, dict[str, Prepared]]:
+    "Samples, base model and tokens; the folder is claimed for exactly these."
+    samples = training_samples(config)
+    reader = reader_of(start_folder(config.model, work/"start", config.seed))
+    prepared = {name: prepare(reader, part, config.max_length) for name, part in zip(("train", "dev"), samples)}
+    keys = {name: key_of({"tokens": [[each.input_ids, each.labels] for each in part.tokens]}) for name, part in prepared.items()}
+    keys["test"] = key_of({"test": [[each.sample_id, each.messages, each.target] for each in samples.test]})
+    claim(work, samples=keys, weights=folder_fingerprint(reader.folder))
+    log.info("training samples: %s", prepared["train"].counts)
+    return samples, reader, prepared
+
+
 def train_once(
     config: SFTConfig,
     reader: LocalModel,
@@ -600,12 +687,27 @@ def train_once(
     max_steps: int = -1,
 ) -> None:
     "Train and write the model, unless this very training is over."
-    same_training(work, config, prepared["train"].tokens)
-    if not (work/"trained").is_file():
+    if not ((work/"trained").is_file() and any(target.glob("*.safetensors"))):
         trainer = train_network(load_network(reader, config), reader, config, prepared["train"].tokens, prepared["dev"].tokens, work, max_steps)
         save_model(trainer, reader, target)
         if trainer.is_world_process_zero():
             (work/"trained").touch()
+
+
+def finished(
+    run_dir: Path,
+    config: SFTConfig,
+) -> pl.DataFrame | None:   # held-out means; None: not finished
+    "What a finished run found; one with other settings is refused."
+    if not (run_dir/"sft"/"manifest.json").is_file() or changed_outputs(run_dir, "sft"):
+        return None
+    settings = stage_manifest(run_dir, "sft")["settings"]
+    wanted = asdict(config) | ({"precision": settings["precision"]} if config.precision == "measured" else {})
+    if differ := sorted(name for name, value in wanted.items() if settings.get(name) != value):
+        raise ValueError(f"{run_dir}: a finished training with other settings ({', '.join(differ)}) is there; give this run another name, or delete the folder")
+    log.info("%s: finished before; nothing to do", run_dir)
+    means, order = score_means(stage_table(run_dir, "sft", "heldout")), [row["system"] for row in read_json(run_dir/"sft"/"report.json")["heldout"]]
+    return pl.concat([means.filter(pl.col("system") == system) for system in order])
 
 
 def run_sft(
@@ -613,24 +715,30 @@ def run_sft(
     run_dir: str | Path,     # folder of the run
     max_steps: int = -1,     # stop earlier, for trials
 ) -> pl.DataFrame:           # held-out means: untrained, trained, lexical; empty in one of several processes
-    "Train a locator; writes model, log, heldout, weights, report and curves."
-    work, target = Path(run_dir)/"sft"/"work", Path(run_dir)/"sft"/"model"
-    config = replace(config, precision=choose_dtype(config.precision, choose_device()))
-    splits = training_samples(config)
-    reader = reader_of(start_folder(config.model, work/"start", config.seed))
-    prepared = {name: prepare(reader, part, config.max_length) for name, part in zip(("train", "dev"), splits)}
-    log.info("training samples: %s", prepared["train"].counts)
+    "Train a locator; writes model, log, heldout, weights, report and curves. Goes on with a broken training, leaves a finished one alone."
+    run_dir = Path(run_dir)
+    work, target = run_dir/"sft"/"work", run_dir/"sft"/"model"
     if n_processes() > 1:  # evaluation is not shared out; running the stage again in one process does it
+        config = settled(config, work, max_steps)
+        _, reader, prepared = ready(config, work)
         train_once(config, reader, prepared, work, target, max_steps)
         return pl.DataFrame()
-    with few_threads(config), Stage(run_dir, "sft", config, [] if config.data == "toy" else files_of(config.data)) as stage:
-        asked = (splits.test, config, prepared["train"].counts["longest_completion"] + 16)
-        before = heldout_rows("untrained", reader.folder, *asked, work/"before.parquet")
-        train_once(config, reader, prepared, work, target, max_steps)
-        after = heldout_rows("trained", target, *asked, work/"after.parquet")
-        rows = pl.concat([before, after, *(lexical_rows(splits.test, k) for k in (1, 2, 3))])
-        summary = write_sft(stage, rows, read_log(work/"log.jsonl"), prepared)
-    shutil.rmtree(work)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with locked(run_dir), few_threads(config):
+        if (known := finished(run_dir, config)) is not None:
+            return known
+        config = settled(config, work, max_steps)
+        with Stage(run_dir, "sft", config, [] if config.data == "toy" else files_of(config.data)) as stage:
+            samples, reader, prepared = ready(config, work)
+            asked = (samples.test, config, prepared["train"].counts["longest_completion"] + 16)
+            rows = [heldout_rows("untrained", reader.folder, *asked, work/"before.parquet")]
+            train_once(config, reader, prepared, work, target, max_steps)
+            rows += [heldout_rows("trained", target, *asked, work/"after.parquet"), *(lexical_rows(samples.test, k) for k in (1, 2, 3))]
+            summary = write_sft(stage, pl.concat(rows), read_log(work/"log.jsonl"), prepared, samples.counts, folder_fingerprint(reader.folder))
+        done = work.with_name(".work")
+        shutil.rmtree(done, ignore_errors=True)
+        os.rename(work, done)  # a kill while it is removed leaves nothing that looks unfinished
+        shutil.rmtree(done)
     return summary
 
 # %% ../nbs/04_sft.ipynb #f41c1234
@@ -678,14 +786,15 @@ def keep_sft(
     manifest, path = stage_manifest(run_dir, "sft"), Path(path)
     if re.search(r"\+|unknown", manifest["commit"]):
         raise ValueError(f"{run_dir}: figures of commit {manifest['commit']!r} cannot be kept: commit the changes, train again, then keep them")
-    date = datetime.date.fromtimestamp((Path(run_dir)/"sft"/"manifest.json").stat().st_mtime).isoformat()
+    report = read_json(Path(run_dir)/"sft"/"report.json")
+    date = report.get("date") or datetime.date.fromtimestamp((Path(run_dir)/"sft"/"manifest.json").stat().st_mtime).isoformat()
     source = f"multihop@{key_of(manifest['inputs'])[:8]}" if manifest["inputs"] else f"toy@{manifest['settings']['seed']}"
     rows, paired = heldout_figures(stage_table(run_dir, "sft", "heldout"), source, date, manifest["commit"])
     for table, file in ((rows, path), (paired, path.with_name(f"{path.stem}-paired.csv"))):
         with replacing(file) as temporary:
             table.write_csv(temporary)
     about = {name: value for name, value in manifest.items() if name != "outputs"}
-    write_json(about | {"date": date, "weights": read_json(Path(run_dir)/"sft"/"weights.json"), "report": read_json(Path(run_dir)/"sft"/"report.json"),
+    write_json(about | {"date": date, "weights": read_json(Path(run_dir)/"sft"/"weights.json"), "report": report,
                         "log": stage_table(run_dir, "sft", "log").to_dicts()}, path.with_suffix(".json"))
     return rows.height
 
@@ -731,6 +840,12 @@ def profile_config(
         if name not in known:
             raise ValueError(f"{name!r} is no setting of the cold start; choose among {', '.join(known)}")
         wanted = type(known[name])
+        if wanted is float and isinstance(value, str):  # YAML reads 1e-3 as text
+            try:
+                value = float(value)
+            except ValueError:
+                pass
+        changes = {**changes, name: value}
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             raise ValueError(f"{name} must be of type {wanted.__name__}, not {value!r}")
     return replace(PROFILES[profile], **changes)

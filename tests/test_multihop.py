@@ -230,10 +230,90 @@ class TestSamples:
         each = build_sample(replace(question, passages=(*question.passages, copy)), np.random.default_rng(0), 12)
         assert not any(text.startswith("another title") for text in each.segments)
 
+    def test_untitled_evidence_stands_among_untitled_distractors(self):
+        question = made_up(12)[0]
+        bare = replace(question, passages=tuple(replace(passage, title="") if i in question.gold_passages else passage for i, passage in enumerate(question.passages)))
+        each = build_sample(bare, np.random.default_rng(0), 8)
+        assert len(each.gold) == 2 and not any(":" in text for text in each.segments)
+        assert all(":" in text for text in build_sample(question, np.random.default_rng(0), 8).segments)
+
+    def test_a_passage_is_shown_once_and_no_negative_states_the_answer(self):
+        question = made_up(12, n_distractors=1)[0]
+        twice = Passage("Soup", ("Soup is eaten in the north of the country.",))
+        telling = Passage("Ferry", ("A ferry goes from the port to D0 twice a day.",))
+        pool = DistractorPool([twice, replace(twice, title="soup"), telling, Passage("Bread", ("Bread is eaten in the north of the country too.",))])
+        shown = build_sample(question, np.random.default_rng(0), 9, pool=pool).segments
+        assert sum("Soup is eaten" in text for text in shown) == 1 and any("ferry" in text for text in shown)
+        for seed in range(20):
+            negative = build_sample(question, np.random.default_rng(seed), 9, negative=True, pool=pool)
+            assert not any("D0" in text for text in negative.segments)
+
     @given(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=20), st.sampled_from("abcdefgx"), st.integers(1, 8))
     def test_quotations_are_short_literal_and_hold_the_fact(self, words, fact, n_words):
         said = quote(" ".join(words), fact, n_words).removeprefix("... ")
         assert said in " ".join(words) and len(said.split()) <= n_words and (fact in said or fact not in words)
+
+
+class TestOddFiles:
+    def read(self, tmp_path, *records, name="hotpotqa/odd.json"):
+        return load_multihop(write(tmp_path, name, list(records)))
+
+    @pytest.mark.parametrize(("change", "rule"), [
+        ({"supporting_facts": []}, "no evidence"), ({"answer": " "}, "no answer"), ({"question": ""}, "no question"),
+        ({"context": [["Tern (boat)", []], *CONTEXT[1:]]}, "no evidence"),
+        ({"context": CONTEXT[1:]}, "supporting passage missing"),
+        ({"context": [*CONTEXT, ["Tern (boat)", ["Another boat of that name.", "It was built by nobody."]]]}, "supporting passage ambiguous")])
+    def test_what_cannot_be_used_is_set_aside_and_said(self, tmp_path, change, rule):
+        (kept,), lint = self.read(tmp_path, HOTPOT | change | {"_id": "odd"}, HOTPOT | {"question": "Another question?"})
+        assert kept.question == "Another question?"
+        assert (rule in lint.filter(pl.col("action") == "set aside")["rule"].to_list())
+
+    def test_of_two_passages_with_one_title_the_one_with_the_sentence_is_meant(self, tmp_path):
+        context = [["Tern (boat)", ["A stub."]], *CONTEXT]
+        (question,), lint = self.read(tmp_path, HOTPOT | {"context": context})
+        assert segment_text(question.passages[question.gold[0][0]], (question.gold[0][1],)).endswith("built by Ada Lund in Sandvik.") and lint.height == 0
+
+    def test_the_same_id_in_two_files_means_two_questions(self, tmp_path):
+        write(tmp_path, "hotpotqa/a.json", [HOTPOT])
+        write(tmp_path, "hotpotqa/b.json", [HOTPOT | {"question": "Another question?"}])
+        questions, lint = load_multihop(tmp_path)
+        assert len({question.question_id for question in questions}) == 2 and lint["rule"].to_list() == ["id of another question"]
+
+    def test_a_file_of_passages_and_questions_gives_both(self, tmp_path):
+        path = write(tmp_path, "hotpotqa/mixed.JSON", [{"title": "Tern", "text": "A sea bird of the north."}, HOTPOT])
+        questions, lint = load_multihop(tmp_path)
+        assert len(questions) == 1 and lint["rule"].to_list() == ["passages without questions"]
+        assert [passage.title for passage in load_pool(path)] == ["Tern"]
+        with pytest.raises(ValueError, match="text"):
+            load_pool(write(tmp_path, "pool.json", [{"title": "Tern", "text": None}]))
+
+    def test_an_empty_file_is_noted_and_a_strange_one_refused(self, tmp_path):
+        write(tmp_path, "hotpotqa/a.json", [HOTPOT])
+        write(tmp_path, "hotpotqa/empty.json", [])
+        assert load_multihop(tmp_path)[1]["rule"].to_list() == ["no records"]
+        (tmp_path/"hotpotqa/data.json").write_text('{"data": []}')
+        with pytest.raises(ValueError, match="data.json: record 0"):
+            load_multihop(tmp_path)
+        with pytest.raises(ValueError, match="supporting_facts"):
+            self.read(tmp_path/"other", HOTPOT | {"supporting_facts": {"title": None, "sent_id": None}})
+
+    def test_a_folder_that_names_the_set_is_believed(self, tmp_path):
+        (question,), _ = self.read(tmp_path, HOTPOT | {"_id": 7}, name="2wikimultihopqa/train.json")
+        assert (question.source, question.question_id) == ("2wikimultihopqa", "2wikimultihopqa/7")
+
+    def test_dates_and_the_first_of_several_answers(self, tmp_path):
+        dated = IRCOT | {"answers_objects": [{"number": "", "date": {"day": "3", "month": "May", "year": "1902"}, "spans": []}, {"spans": ["x"]}]}
+        (question,), _ = self.read(tmp_path, dated)
+        assert question.answer == "3 May 1902"
+
+    def test_an_answer_with_a_colon_is_found_whole(self, tmp_path):
+        context = [["Ada Lund", ["Ada Lund wrote it.", "It is called Covenant.", "Its name on the cover is Alien: Covenant."]], *CONTEXT[2:], ["Tern (boat)", ["Built by Ada Lund."]]]
+        steps = [{"id": 1, "question": "Tern >> builder", "answer": "Ada Lund", "paragraph_support_idx": 3},
+                 {"id": 2, "question": "#1 >> work", "answer": "Alien: Covenant", "paragraph_support_idx": 0}]
+        paragraphs = [{"idx": i, "title": title, "paragraph_text": "  ".join(texts), "is_supporting": i in (0, 3)} for i, (title, texts) in enumerate(context)]
+        (question,), _ = self.read(tmp_path, MUSIQUE | {"answer": "Alien: Covenant", "paragraphs": paragraphs, "question_decomposition": steps}, name="m.json")
+        assert "Alien: Covenant" in segment_text(question.passages[0], dict(gold_places(question))[0])
+        assert "Alien: Covenant" in build_sample(question, np.random.default_rng(0), 4).reason
 
 
 class TestSplits:
@@ -324,6 +404,12 @@ class TestDialogue:
             assert all(any(texts[turn].strip() in each.segments[number - 1] for turn in marked) for number in each.gold)
             assert each.answer == "unknown" or len(marked) == len(gold[question]["evidence_turns"])
 
+    def test_a_session_whose_evidence_is_not_marked_is_no_negative(self):
+        bare = replace(sample(), gold=sample().gold.with_columns(evidence_turns=pl.lit([], pl.List(pl.String))))
+        evidence = {row["question_id"]: set(row["evidence_sessions"]) for row in sample().gold.iter_rows(named=True)}
+        made = dialogue_samples(bare, negatives=1)
+        assert made and not any(each.sample_id.split("@")[1] in evidence[each.sample_id.split("@")[0]] for each in made)
+
     @given(st.integers(1, 40), st.data(), st.integers(1, 12), st.integers(0, 99))
     def test_windows_hold_the_evidence(self, n_turns, data, n_segments, seed):
         gold = data.draw(st.lists(st.integers(0, n_turns - 1), max_size=3))
@@ -378,11 +464,15 @@ class TestRealFiles:
         questions = select(splits.train, 1200)
         assert len(questions) >= 1150 and {question.n_hops for question in questions} == {2, 3, 4}
         pools = pools_of(splits)
+        titles = {passage.title for part in splits for question in part for passage in question.passages if passage.title}
         samples = build_samples(questions, n_segments=8, pool=pools.train)
         held_out = build_samples(select(splits.test, 200), n_segments=8, pool=pools.test)
         for each in [*samples, *held_out]:
             check_sample(each)
-            assert len(each.segments) == 8 and len(each.gold) in (0, each.n_hops)
+            assert 7 <= len(each.segments) == len(set(each.segments)) and len(each.gold) in (0, each.n_hops)
+            titled = [text.startswith(tuple(f"{title}:" for title in titles)) for text in each.segments]
+            assert len(set(titled)) == 1  # a title is no sign of evidence
+        assert np.mean([len(each.segments) == 8 for each in samples]) > 0.99
         assert not frozenset().union(*(each.keys for each in samples)) & frozenset().union(*(each.keys for each in held_out))
         places = np.bincount([number for each in samples for number in each.gold], minlength=9)[1:]
         assert chisquare(places).pvalue > 0.001

@@ -48,7 +48,7 @@ from memloc.sft import (
 from memloc.toy import ToyTask, draw_sample, toy_samples, write_toy
 
 QUESTIONS = Path(__file__).resolve().parent.parent.parent/"shared"/"data"/"multihop"
-TINY = SFTConfig(n_samples=192, n_heldout=6)
+TINY = SFTConfig(n_samples=160, n_heldout=6)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,9 @@ class TestMask:
         tokens = sample_tokens(reader, sample)
         before = network(torch.tensor([tokens.input_ids]), labels=torch.tensor([tokens.labels])).loss
         assert all(label == IGNORED for label, mask in zip(tokens.labels, tokens.completion_mask, strict=True) if not mask)
-        shifted = [IGNORED if not mask else token for token, mask in zip(tokens.input_ids, tokens.completion_mask, strict=True)]
-        assert network(torch.tensor([tokens.input_ids]), labels=torch.tensor([shifted])).loss.item() == before.item()
+        everything = network(torch.tensor([tokens.input_ids]), labels=torch.tensor([tokens.input_ids])).loss
+        counted = sum(label != IGNORED for label in tokens.labels)
+        assert counted == tokens.n_completion < len(tokens.input_ids) and everything.item() != pytest.approx(before.item(), rel=1e-3)
 
     def test_the_completion_is_the_target_and_an_end(self, reader):
         for sample in toy_samples(ToyTask(), 50):
@@ -115,7 +116,16 @@ class TestMask:
         for size in (32, 8):
             trained(reader, replace(TINY, n_samples=96, micro_batch_size=size), tmp_path/str(size))
         one, four = ([row[2] for row in losses(tmp_path/str(size)) if row[1] == "dev"] for size in (32, 8))
-        assert one == pytest.approx(four, rel=1e-3)
+        assert one == pytest.approx(four, rel=1e-4)
+
+    def test_the_development_loss_is_the_mean_over_samples(self, reader, tmp_path):
+        trainer = trained(reader, replace(TINY, n_samples=32), tmp_path)
+        dev = prepare(reader, training_samples(TINY).dev, TINY.max_length).tokens
+        network, by_hand = trainer.model.eval(), []
+        for each in dev:
+            logits = network(torch.tensor([each.input_ids])).logits[0].detach().double().log_softmax(-1)
+            by_hand.append(-np.mean([float(logits[place - 1, each.input_ids[place]]) for place, counts in enumerate(each.completion_mask) if counts]))
+        assert [row[2] for row in losses(tmp_path) if row[1] == "dev"][-1] == pytest.approx(np.mean(by_hand), rel=1e-4)
 
 
 class TestTruncation:
@@ -179,15 +189,41 @@ class TestTraining:
         with (tmp_path/"killed"/"log.jsonl").open("a") as file:
             file.write('{"step": 5, "kind": "tra')  # the power went off while a line was written
         resumed = trained(reader, TINY, tmp_path/"killed")
-        assert resumed.state.global_step == whole.state.global_step == 6
+        assert resumed.state.global_step == whole.state.global_step == 5
         assert [row for row in losses(tmp_path/"killed") if row[1] == "dev"] == [row for row in losses(tmp_path/"whole") if row[1] == "dev"]
         for one, two in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
             assert torch.equal(one, two)
 
-    def test_a_checkpoint_of_another_training_is_refused(self, reader, tmp_path):
-        trained(reader, replace(TINY, n_samples=32), tmp_path)
-        with pytest.raises(ValueError, match="other settings \\(learning_rate\\)"):
-            trained(reader, replace(TINY, n_samples=32, learning_rate=1e-3), tmp_path)
+    @pytest.mark.parametrize("part", ["optimizer.pt", "trainer_state.json"])
+    def test_a_checkpoint_cut_off_by_a_kill_is_passed_over(self, reader, tmp_path, monkeypatch, part):
+        from transformers import Trainer, TrainerState
+
+        whole = trained(reader, TINY, tmp_path/"whole")
+
+        def killed(*_, **__):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            saved = Trainer._save_optimizer_and_scheduler
+
+            def save(self, folder):
+                (killed if self.state.global_step == 4 and part == "optimizer.pt" else saved)(self, folder)
+
+            patch.setattr(Trainer, "_save_optimizer_and_scheduler", save)
+            written = TrainerState.save_to_json
+
+            def write(self, path):
+                if self.global_step == 4 and part == "trainer_state.json":
+                    Path(path).write_text('{"half')
+                    killed()
+                written(self, path)
+
+            patch.setattr(TrainerState, "save_to_json", write)
+            trained(reader, TINY, tmp_path/"killed")
+        assert (tmp_path/"killed"/"checkpoint-4").is_dir() and sft.last_checkpoint(tmp_path/"killed").name == "checkpoint-3"
+        resumed = trained(reader, TINY, tmp_path/"killed")
+        for one, two in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+            assert torch.equal(one, two)
 
     @pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"precision": "bfloat16"}])
     def test_options_change_cost_not_learning(self, reader, tmp_path, changes):
@@ -216,9 +252,9 @@ class TestStage:
         assert summary["system"].to_list() == ["untrained", "trained", "lexical top-1", "lexical top-2", "lexical top-3"]
         assert not (tmp_path/"sft"/"work").exists() and not list((tmp_path/"sft").glob(".*"))
         manifest = stage_manifest(tmp_path, "sft")
-        assert manifest["settings"]["n_samples"] == 192 and manifest["counts"] == {"samples": 192, "shortened": 0, "left_out": 0, "steps": 6}
+        assert manifest["settings"]["n_samples"] == 160 and manifest["counts"] == {"samples": 160, "shortened": 0, "left_out": 0, "steps": 5}
         rows = stage_table(tmp_path, "sft", "log")
-        assert rows.filter(pl.col("kind") == "dev")["step"].to_list() == [1, 2, 3, 4, 5, 6]
+        assert rows.filter(pl.col("kind") == "dev")["step"].to_list() == [1, 2, 3, 4, 5]
         model = LocalModel(str(tmp_path/"sft"/"model"))
         start = load_network(LocalModel(str(write_toy(tmp_path/"start"))), TINY)
         assert not torch.equal(model.model.model.embed_tokens.weight, start.model.embed_tokens.weight)
@@ -240,6 +276,108 @@ class TestStage:
         assert not (tmp_path/"sft"/"manifest.json").exists() and (tmp_path/"sft"/"model"/"config.json").is_file()
         monkeypatch.setattr(sft, "train_network", None)  # a second training would fail
         assert run_sft(config, tmp_path).height == 5
+
+    def broken_off(self, config, folder, monkeypatch, after="untrained"):
+        "A run that was killed after a measurement."
+        real = sft.heldout_rows
+
+        def killed(system, *rest):
+            rows = real(system, *rest)
+            if system == after:
+                raise KeyboardInterrupt
+            return rows
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(sft, "heldout_rows", killed)
+            run_sft(config, folder)
+
+    @pytest.mark.parametrize("change", [{"seed": 14}, {"n_heldout": 4}, {"learning_rate": 1e-3}])
+    def test_an_unfinished_training_is_finished_with_its_own_settings(self, tmp_path, monkeypatch, change):
+        config = replace(TINY, n_samples=32, n_heldout=3)
+        self.broken_off(config, tmp_path, monkeypatch)
+        with pytest.raises(ValueError, match=f"other settings \\({next(iter(change))}\\)"):
+            run_sft(replace(config, **change), tmp_path)
+        with pytest.raises(ValueError, match="other max_steps"):
+            run_sft(config, tmp_path, max_steps=1)
+        assert run_sft(config, tmp_path).height == 5
+
+    def test_data_or_weights_that_changed_meanwhile_are_refused(self, tmp_path, monkeypatch):
+        config, real = replace(TINY, n_samples=32, n_heldout=3), sft.toy_splits
+        self.broken_off(config, tmp_path, monkeypatch)
+        for part in ("test", "dev", "train"):
+            with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"other samples \\({part}\\)"):
+                patch.setattr(sft, "toy_splits", lambda config, part=part: real(config)._replace(**{part: getattr(real(config), part)[:-1]}))
+                run_sft(config, tmp_path)
+        start = tmp_path/"sft"/"work"/"start"
+        write_toy(start, seed=99)
+        with pytest.raises(ValueError, match="other weights"):
+            run_sft(config, tmp_path)
+
+    def test_a_finished_run_is_left_alone(self, tmp_path, monkeypatch):
+        config = replace(TINY, n_samples=32, n_heldout=3)
+        first = run_sft(config, tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(sft, "train_network", None)
+            assert run_sft(config, tmp_path).equals(first)
+            with pytest.raises(ValueError, match="finished training with other settings \\(seed\\)"):
+                run_sft(replace(config, seed=14), tmp_path)
+        (tmp_path/"sft"/"heldout.parquet").unlink()  # damaged: made again
+        assert run_sft(config, tmp_path).equals(first)
+
+    def test_a_second_training_in_the_same_folder_is_refused(self, tmp_path):
+        from memloc.pipeline import locked
+
+        code = f"from memloc.pipeline import locked\nimport time\nwith locked({str(tmp_path)!r}):\n    print('in', flush=True)\n    time.sleep(60)"
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout.readline() == "in\n"
+            with pytest.raises(RuntimeError, match="is writing into this run"):
+                run_sft(replace(TINY, n_samples=32), tmp_path)
+            other.kill()
+        assert locked(tmp_path)
+
+    def test_a_kill_while_the_old_model_is_replaced_heals(self, tmp_path, monkeypatch):
+        config, real = replace(TINY, n_samples=32, n_heldout=3), os.rename
+        (tmp_path/"sft"/"model").mkdir(parents=True)
+        (tmp_path/"sft"/"model"/"model.safetensors").write_text("an older model")
+
+        def killed(source, target):
+            if Path(target).name == "model":
+                raise KeyboardInterrupt
+            real(source, target)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(sft.os, "rename", killed)
+            run_sft(config, tmp_path)
+        assert run_sft(config, tmp_path).height == 5 and (tmp_path/"sft"/"model"/"config.json").is_file()
+        assert sorted(path.name for path in (tmp_path/"sft").iterdir() if path.is_dir()) == ["model"]
+
+    def test_the_measured_precision_is_measured_once(self, tmp_path, monkeypatch):
+        config = replace(TINY, n_samples=32, n_heldout=3, precision="measured")
+        self.broken_off(config, tmp_path, monkeypatch)
+        chosen = json.loads((tmp_path/"sft"/"work"/"training.json").read_text())["precision"]
+        monkeypatch.setattr(sft, "choose_dtype", lambda *_: pytest.fail("measured again"))
+        run_sft(config, tmp_path)
+        assert stage_manifest(tmp_path, "sft")["settings"]["precision"] == chosen and run_sft(config, tmp_path).height == 5
+
+    def test_what_was_left_out_is_in_the_report(self, tmp_path):
+        run_sft(replace(TINY, n_samples=64, n_heldout=3, max_length=46), tmp_path)
+        report = json.loads((tmp_path/"sft"/"report.json").read_text())
+        assert report["splits"]["train"]["shortened"] > 0 and report["questions"]["generated"] > 64 and report["date"]
+        weights = json.loads((tmp_path/"sft"/"weights.json").read_text())
+        assert set(weights["start"]) & set(weights["trained"]) and weights["start"] != weights["trained"]
+
+    @pytest.mark.parametrize("harm", ["weights", "template", "empty"])
+    def test_a_broken_model_folder_is_named(self, tmp_path, harm):
+        folder = write_toy(tmp_path/"toy")
+        if harm == "weights":
+            (folder/"model.safetensors").write_bytes(b"no weights")
+        elif harm == "template":
+            (folder/"chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
+        else:
+            folder = tmp_path/"empty"
+            folder.mkdir()
+        with pytest.raises(ValueError, match=str(folder)):
+            load_network(reader_of(str(folder)), TINY)
 
     def test_lora_ends_as_an_ordinary_model(self, tmp_path):
         run_sft(replace(TINY, n_samples=96, n_heldout=3, lora_rank=4), tmp_path)
@@ -298,6 +436,32 @@ class TestMetrics:
         assert score_means(lexical_rows([replace(sample, question="zebra")]))["recall"][0] == 0.0
 
 
+class TestFigures:
+    def test_figures_come_from_the_rows(self, tmp_path):
+        run_sft(replace(TINY, n_samples=32, n_heldout=5), tmp_path)
+        rows, paired = sft.heldout_figures(stage_table(tmp_path, "sft", "heldout"), "toy@13", "2026-11-30", "abcdef0")
+        report = {row["system"]: row for row in json.loads((tmp_path/"sft"/"report.json").read_text())["heldout"]}
+        for row in rows.filter(pl.col("split") == "test").iter_rows(named=True):
+            scale = 100 if row["metric"] in sft.PERCENT else 1
+            assert row["value"] == pytest.approx(scale*report[row["system"]][row["metric"]], abs=0.01) and row["low"] <= row["value"] <= row["high"]
+        assert set(paired["against"]) == {"untrained", "lexical top-1", "lexical top-2", "lexical top-3"} and set(paired["system"]) == {"trained"}
+        held = {(r["system"], r["metric"]): r["value"] for r in rows.filter(pl.col("split") == "test").iter_rows(named=True)}
+        for row in paired.iter_rows(named=True):
+            assert row["difference"] == pytest.approx(held["trained", row["metric"]] - held[row["against"], row["metric"]], abs=0.01)
+
+    def test_figures_of_changed_code_are_not_kept(self, tmp_path, monkeypatch):
+        run_sft(replace(TINY, n_samples=32, n_heldout=3), tmp_path/"run")
+        manifest = json.loads((tmp_path/"run"/"sft"/"manifest.json").read_text())
+        for commit, kept in (("abcdef0", True), ("abcdef0+changes", False)):
+            (tmp_path/"run"/"sft"/"manifest.json").write_text(json.dumps(manifest | {"commit": commit}))
+            if kept:
+                assert sft.keep_sft(tmp_path/"run", tmp_path/"kept.csv") > 20
+                assert json.loads((tmp_path/"kept.json").read_text())["settings"]["n_samples"] == 32 and (tmp_path/"kept-paired.csv").is_file()
+            else:
+                with pytest.raises(ValueError, match="commit the changes"):
+                    sft.keep_sft(tmp_path/"run", tmp_path/"no.csv")
+
+
 class TestProfiles:
     def test_the_paper_profile_holds_the_papers_values(self):
         paper = PROFILES["paper"]
@@ -327,7 +491,15 @@ class TestProfiles:
         assert first.startswith("accelerate launch --config_file") and first.endswith(second) and second.startswith("memloc train-sft paper")
         assert not list(tmp_path.iterdir())
 
-    @pytest.mark.parametrize("arguments", [["tiny"], ["sample", "-p", "learning_rte=1"], ["sample", "-p", "n_samples=many"], ["small"],
+    def test_a_number_in_scientific_notation_is_a_number(self):
+        assert sft.profile_config("sample", {"learning_rate": "1e-3"}).learning_rate == 1e-3
+
+    @pytest.mark.parametrize("change", [{"epochs": float("inf")}, {"learning_rate": float("nan")}, {"seed": -1}, {"n_samples": 0}])
+    def test_nonsense_is_refused(self, change):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            replace(TINY, **change)
+
+    @pytest.mark.parametrize("arguments", [["tiny"], ["sample", "--name", "a/b"], ["sample", "--name", "..", "--dry-run"], ["sample", "-p", "learning_rte=1"], ["sample", "-p", "n_samples=many"], ["small"],
                                            ["paper", "-p", "data=x", "-p", "lora_rank=8", "--gpus", "8"]])
     def test_wrong_commands_exit_with_2(self, tmp_path, arguments):
         done = CliRunner().invoke(app, ["train-sft", *arguments, "--root", str(tmp_path)])
@@ -353,7 +525,8 @@ class TestRealQuestions:
         return training_samples(replace(PROFILES["small"], data=str(QUESTIONS), n_samples=120, n_heldout=30))
 
     def test_splits_share_no_question_and_no_passage(self, splits):
-        assert [len(part) for part in splits] == [120, sft.DEVELOPMENT, 30]
+        assert [len(part) for part in splits[:3]] == [120, sft.DEVELOPMENT, 30]
+        assert splits.counts["questions"] == 3176 and splits.counts["set_aside"] > 100 and splits.counts["short_of_wanted"] == 0
         for one, two in ((splits.train, splits.dev), (splits.train, splits.test), (splits.dev, splits.test)):
             assert not {sample.question for sample in one} & {sample.question for sample in two}
             assert not {key for sample in one for key in sample.keys} & {key for sample in two for key in sample.keys}
@@ -361,7 +534,14 @@ class TestRealQuestions:
     def test_all_sources_and_dialogue_are_in_the_training(self, splits):
         assert {sample.source for sample in splits.train} == {"hotpotqa", "musique", "2wikimultihopqa", "dialogue"}
         assert sum(sample.source == "dialogue" for sample in splits.train) == 12
+        assert len({sample.sample_id.split("/")[0] for sample in splits.train if sample.source == "dialogue"}) > 1
         assert "dialogue" not in {sample.source for sample in splits.test}
+
+    def test_too_few_questions_are_refused(self, tmp_path):
+        record = {"_id": "1", "question": "Which?", "answer": "x", "supporting_facts": [["a", 0]], "context": [["a", ["x"]], ["b", ["y"]]]}
+        (tmp_path/"hotpotqa.json").write_text(json.dumps([record]))
+        with pytest.raises(ValueError, match="1 questions|leave nothing of 1 questions"):
+            training_samples(replace(PROFILES["small"], data=str(tmp_path)))
 
     def test_real_samples_fit_with_their_evidence(self, splits, reader):
         from memloc.llm import smollm2_file
