@@ -141,7 +141,7 @@ class ParagraphRecord(BaseModel, coerce_numbers_to_str=True):
     question_decomposition: list[Step] = []
     answerable: bool = True
 
-
+# %% ../nbs/parts/multihop.ipynb #b321ca80
 class EvidenceRecord(BaseModel):
     "A question with its evidence sentences and nothing else; some are written `title | sentence`."
 
@@ -339,7 +339,7 @@ def records_of(path: Path, log: LintLog) -> list[Any]:
         records = [{"title": title, "text": "  ".join(sentences)} for title, sentences in records.items()]
     return clean_tree(records if isinstance(records, list) else [records], log)
 
-
+# %% ../nbs/parts/multihop.ipynb #d7f4ae5d
 def defect_of(
     question: MultihopQuestion,
 ) -> str | None:  # None: it can be used

@@ -239,7 +239,7 @@ def toy_splits(config: SFTConfig) -> Samples:
     return Samples(toy_samples(task, config.n_samples, config.seed, rising=True), held[:DEVELOPMENT], held[DEVELOPMENT:DEVELOPMENT + config.n_heldout],
                    {"generated": config.n_samples + len(held)})
 
-
+# %% ../nbs/04_sft.ipynb #bd23fd6e
 def question_splits(config: SFTConfig) -> Samples:
     "Samples of real questions, and of the shipped training dialogues for a tenth of the training."
     from memloc.data import sample as shipped
@@ -454,7 +454,7 @@ def read_log(
             break
     return pl.DataFrame([row for row in rows if until is None or row["step"] <= until], LOG)
 
-
+# %% ../nbs/04_sft.ipynb #f68fdf05
 def plot_curves(
     rows: pl.DataFrame,  # columns LOG
 ) -> Any:                # a matplotlib figure
@@ -541,7 +541,7 @@ def last_checkpoint(
             return path
     return None
 
-
+# %% ../nbs/04_sft.ipynb #6259fe0c
 def train_network(
     network: Any,
     reader: LocalModel,
@@ -648,7 +648,7 @@ def few_threads(config: SFTConfig) -> Iterator[None]:
     finally:
         torch.set_num_threads(before)
 
-
+# %% ../nbs/04_sft.ipynb #545e4129
 def settled(
     config: SFTConfig,
     work: Path,        # checkpoints
@@ -693,7 +693,7 @@ def train_once(
         if trainer.is_world_process_zero():
             (work/"trained").touch()
 
-
+# %% ../nbs/04_sft.ipynb #b2bfc92f
 def finished(
     run_dir: Path,
     config: SFTConfig,
@@ -777,7 +777,7 @@ def heldout_figures(
     told = {"dataset": pl.lit(dataset), "date": pl.lit(date), "commit": pl.lit(commit)}
     return as_rows(pl.concat(found), "sft", dataset, "none", date, commit), pl.concat(paired).with_columns(**told)
 
-
+# %% ../nbs/04_sft.ipynb #4ee147cb
 def keep_sft(
     run_dir: str | Path,   # a finished run
     path: str | Path,      # where to, like nbs/results/sft-small.csv
@@ -814,7 +814,7 @@ def fsdp_settings(
                             "fsdp_state_dict_type": "FULL_STATE_DICT", "fsdp_offload_params": False, "fsdp_activation_checkpointing": False,
                             "fsdp_cpu_ram_efficient_loading": True}}
 
-
+# %% ../nbs/04_sft.ipynb #21b36111
 def launch_plan(
     config: SFTConfig,
     command: Sequence[str],    # the command in one process, like ["memloc", "train-sft", "paper"]
