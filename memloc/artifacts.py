@@ -158,7 +158,7 @@ def git_commit(
 
 # %% ../nbs/parts/artifacts.ipynb #0bb50cc3
 LIBRARIES = ("memloc", "numpy", "polars", "scipy", "scikit-learn", "torch", "transformers", "sentence-transformers",
-             "bm25s", "graspologic")
+             "tokenizers", "bm25s", "graspologic", "trl", "peft", "accelerate")
 
 
 def library_versions(
@@ -194,6 +194,8 @@ class Stage:
         self.started, manifest = time.perf_counter(), self.folder/"manifest.json"
         self.before = list(read_json(manifest)["outputs"]) if manifest.is_file() else []
         self.read = {self._label(path): sha256_file(path) for path in self.inputs}
+        if len(self.read) < len(set(self.inputs)):  # two files of one name
+            self.read = {f"{path.parent.name}/{path.name}": sha256_file(path) for path in self.inputs}
         manifest.unlink(missing_ok=True)
         return self
 

@@ -6,6 +6,7 @@
 __all__ = ['TERM', 'LexicalSettings', 'terms', 'LexicalIndex']
 
 # %% ../nbs/parts/lexical.ipynb #a91aef54
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class LexicalIndex:
     ):
         import bm25s
 
+        logging.getLogger("bm25s").setLevel(logging.WARNING)  # its own choice, DEBUG, writes a line for each index
         self.settings, self.n_texts = settings, len(texts)
         self.text_terms = terms(texts, settings)
         vocabulary = sorted({term for found in self.text_terms for term in found})

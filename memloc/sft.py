@@ -9,8 +9,8 @@ __all__ = ['log', 'PRECISIONS', 'WARMUP', 'LOOKS', 'DEVELOPMENT', 'QUOTED', 'LON
            'id_scores', 'reply_row', 'evaluate_locator', 'lexical_rows', 'score_means', 'n_processes',
            'trainer_arguments', 'start_folder', 'load_network', 'log_row', 'read_log', 'plot_curves', 'keep_log',
            'claim', 'last_checkpoint', 'train_network', 'save_model', 'heldout_rows', 'write_sft', 'few_threads',
-           'settled', 'ready', 'train_once', 'finished', 'run_sft', 'heldout_figures', 'keep_sft', 'fsdp_settings',
-           'launch_plan', 'profile_config']
+           'settled', 'ready', 'train_once', 'finished', 'inputs_of', 'run_sft', 'heldout_figures', 'keep_sft',
+           'fsdp_settings', 'launch_plan', 'profile_config']
 
 # %% ../nbs/04_sft.ipynb #e2fa5dde
 import datetime
@@ -32,7 +32,7 @@ import numpy as np
 import polars as pl
 
 from .answer_metrics import token_f1
-from .artifacts import Stage, changed_outputs, read_json, replacing, stage_manifest, stage_table, write_json
+from .artifacts import Stage, changed_outputs, read_json, replacing, sha256_file, stage_manifest, stage_table, write_json
 from .chat import ChatModel, LLMError, Outcome, Sampling
 from .encoders import key_of
 from .ids import parse_reply
@@ -536,7 +536,7 @@ def last_checkpoint(
             read_json(path/"trainer_state.json")  # written last
         except (OSError, ValueError):
             log.warning("%s is incomplete and is removed", path)
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         else:
             return path
     return None
@@ -621,13 +621,14 @@ def write_sft(
     prepared: Mapping[str, Prepared],
     counts: Mapping[str, int],  # what became of the questions
     start: Mapping[str, str],   # checksums of the base model's files
+    max_steps: int = -1,        # -1: all
 ) -> pl.DataFrame:             # means by system
     "Tables, report and curves of the stage."
     summary = score_means(rows)
     stage.table("heldout", rows, ["system", "sample_id"])
     stage.table("log", training, ["step", "kind"])
     stage.json("weights", {"start": start, "trained": folder_fingerprint(stage.folder/"model")})
-    stage.json("report", {"date": datetime.date.today().isoformat(), "heldout": summary.to_dicts(),
+    stage.json("report", {"date": datetime.date.today().isoformat(), "max_steps": max_steps, "heldout": summary.to_dicts(),
                           "by_hops": score_means(rows, ["source", "n_hops"]).to_dicts(), "questions": dict(counts),
                           "splits": {name: part.counts for name, part in prepared.items()}})
     stage.figure("curves", plot_curves(training))
@@ -697,17 +698,28 @@ def train_once(
 def finished(
     run_dir: Path,
     config: SFTConfig,
+    max_steps: int = -1,
 ) -> pl.DataFrame | None:   # held-out means; None: not finished
-    "What a finished run found; one with other settings is refused."
-    if not (run_dir/"sft"/"manifest.json").is_file() or changed_outputs(run_dir, "sft"):
+    "What a finished run found; one with other settings or data is refused."
+    model = run_dir/"sft"/"model"
+    if not (run_dir/"sft"/"manifest.json").is_file() or changed_outputs(run_dir, "sft") or not any(model.glob("*.safetensors")):
         return None
-    settings = stage_manifest(run_dir, "sft")["settings"]
-    wanted = asdict(config) | ({"precision": settings["precision"]} if config.precision == "measured" else {})
-    if differ := sorted(name for name, value in wanted.items() if settings.get(name) != value):
+    manifest, report = stage_manifest(run_dir, "sft"), read_json(run_dir/"sft"/"report.json")
+    if read_json(run_dir/"sft"/"weights.json")["trained"] != folder_fingerprint(model):
+        return None
+    found = manifest["settings"] | {"max_steps": report["max_steps"], "files": sorted(manifest["inputs"].values())}
+    wanted = asdict(config) | {"max_steps": max_steps, "files": sorted(map(sha256_file, inputs_of(config)))}
+    wanted |= {"precision": found["precision"]} if config.precision == "measured" else {}
+    if differ := sorted(name for name, value in wanted.items() if found.get(name) != value):
         raise ValueError(f"{run_dir}: a finished training with other settings ({', '.join(differ)}) is there; give this run another name, or delete the folder")
     log.info("%s: finished before; nothing to do", run_dir)
-    means, order = score_means(stage_table(run_dir, "sft", "heldout")), [row["system"] for row in read_json(run_dir/"sft"/"report.json")["heldout"]]
-    return pl.concat([means.filter(pl.col("system") == system) for system in order])
+    means = score_means(stage_table(run_dir, "sft", "heldout"))
+    return pl.concat([means.filter(pl.col("system") == row["system"]) for row in report["heldout"]])
+
+
+def inputs_of(config: SFTConfig) -> list[Path]:
+    "The files that a training reads."
+    return [] if config.data == "toy" else files_of(config.data)
 
 
 def run_sft(
@@ -725,16 +737,16 @@ def run_sft(
         return pl.DataFrame()
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir), few_threads(config):
-        if (known := finished(run_dir, config)) is not None:
+        if (known := finished(run_dir, config, max_steps)) is not None:
             return known
         config = settled(config, work, max_steps)
-        with Stage(run_dir, "sft", config, [] if config.data == "toy" else files_of(config.data)) as stage:
+        with Stage(run_dir, "sft", config, inputs_of(config)) as stage:
             samples, reader, prepared = ready(config, work)
             asked = (samples.test, config, prepared["train"].counts["longest_completion"] + 16)
             rows = [heldout_rows("untrained", reader.folder, *asked, work/"before.parquet")]
             train_once(config, reader, prepared, work, target, max_steps)
             rows += [heldout_rows("trained", target, *asked, work/"after.parquet"), *(lexical_rows(samples.test, k) for k in (1, 2, 3))]
-            summary = write_sft(stage, pl.concat(rows), read_log(work/"log.jsonl"), prepared, samples.counts, folder_fingerprint(reader.folder))
+            summary = write_sft(stage, pl.concat(rows), read_log(work/"log.jsonl"), prepared, samples.counts, folder_fingerprint(reader.folder), max_steps)
         done = work.with_name(".work")
         shutil.rmtree(done, ignore_errors=True)
         os.rename(work, done)  # a kill while it is removed leaves nothing that looks unfinished

@@ -148,3 +148,13 @@ def test_commit(tmp_path):
     assert len(commit) == 7
     (tmp_path/"a").write_text("b")
     assert git_commit(tmp_path) == f"{commit}+changes"
+
+
+def test_two_inputs_of_one_name_both_count(tmp_path):
+    files = [tmp_path/"data"/source/"dev.json" for source in ("hotpotqa", "musique")]
+    for number, file in enumerate(files):
+        file.parent.mkdir(parents=True)
+        file.write_text(str(number))
+    with Stage(tmp_path/"run", "sft", {}, files):
+        pass
+    assert set(stage_manifest(tmp_path/"run", "sft")["inputs"]) == {"hotpotqa/dev.json", "musique/dev.json"}

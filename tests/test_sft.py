@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -321,8 +322,12 @@ class TestStage:
             assert run_sft(config, tmp_path).equals(first)
             with pytest.raises(ValueError, match="finished training with other settings \\(seed\\)"):
                 run_sft(replace(config, seed=14), tmp_path)
+            with pytest.raises(ValueError, match="max_steps"):
+                run_sft(config, tmp_path, max_steps=1)
         (tmp_path/"sft"/"heldout.parquet").unlink()  # damaged: made again
         assert run_sft(config, tmp_path).equals(first)
+        shutil.rmtree(tmp_path/"sft"/"model")
+        assert run_sft(config, tmp_path).equals(first) and (tmp_path/"sft"/"model"/"config.json").is_file()
 
     def test_a_second_training_in_the_same_folder_is_refused(self, tmp_path):
         from memloc.pipeline import locked
