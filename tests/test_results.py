@@ -1,12 +1,13 @@
 """What README says is what the committed rows say."""
 
+import json
 from pathlib import Path
 
 import nbformat
 import polars as pl
 import pytest
 
-from memloc.results import markdown_table, publish, read_rows, readme_block, rows_to_keep, with_block
+from memloc.results import heldout_markdown, markdown_table, publish, read_rows, readme_block, rows_to_keep, with_block
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCOMO = ROOT/"nbs/results/locomo.csv"
@@ -88,3 +89,19 @@ def test_the_untrained_model_as_locator_is_reported_as_it_is():
     found = rows.filter(pl.col("system") == "memloc + llm locator")
     assert set(found.filter(pl.col("table") == "evidence")["value"]) == {0.0} and set(found["n"]) == {60}
     assert set(rows["table"]) == {"located", "evidence", "locator cost"}
+
+
+@pytest.mark.parametrize("name", ["sft-sample", "sft-small"])
+def test_figures_of_the_trainings_are_those_of_the_committed_rows(name):
+    rows = read_rows(ROOT/f"nbs/results/{name}.csv")
+    table = heldout_markdown(rows)
+    prose = "\n".join(cell.source for cell in nbformat.read(ROOT/"nbs/04_sft.ipynb", as_version=4).cells if cell.cell_type == "markdown")
+    assert table in prose
+    if name == "sft-small":
+        text = (ROOT/"README.md").read_text("utf-8")
+        assert with_block(text, table, "sft") == text
+    about = json.loads((ROOT/f"nbs/results/{name}.json").read_text())
+    assert {about["commit"]} == set(rows["commit"]) and {about["date"]} == set(rows["date"]) and "+" not in about["commit"]
+    held = {row["system"]: row for row in about["report"]["heldout"]}
+    for row in rows.filter(pl.col("split") == "test", pl.col("metric") == "f1").iter_rows(named=True):
+        assert row["value"] == pytest.approx(100*held[row["system"]]["f1"], abs=0.01)
