@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['FILES', 'FOLDERS', 'logger', 'REPORT_FILES', 'find_root', 'Step', 'Profile', 'profile_path', 'load_profile',
-           'parse_parameters', 'file_hashes', 'resolve_parameters', 'package_hash', 'stage_key', 'locked', 'StageError',
-           'peak_memory', 'run_stage', 'notebook_html', 'publish', 'set_aside', 'Run', 'run_folder', 'run_profile']
+           'parse_parameters', 'fitting', 'file_hashes', 'resolve_parameters', 'package_hash', 'stage_key', 'locked',
+           'StageError', 'peak_memory', 'run_stage', 'notebook_html', 'publish', 'set_aside', 'Run', 'run_folder',
+           'run_profile']
 
 # %% ../nbs/parts/pipeline.ipynb #c9d9f7e6
 import difflib
@@ -132,7 +133,11 @@ def parse_parameters(
     return parameters
 
 
-def _fitting(key: str, value: Any, default: Any) -> Any:
+def fitting(
+    key: str,        # of the parameter, named in the error
+    value: Any,      # as YAML reads it: 1e-3 is text to it
+    default: Any,
+) -> Any:
     "The value in the type of its default; a value of another kind is an error."
     if default is None:
         return value
@@ -194,7 +199,7 @@ def resolve_parameters(
     for step, stage_defaults in zip(profile.steps, defaults, strict=True):
         given = step.parameters | {key: value for key, value in overrides.items() if key in stage_defaults}
         given |= {key: overrides[f"{step.stage}.{key}"] for key in stage_defaults if f"{step.stage}.{key}" in overrides}
-        given = {key: _fitting(key, value, stage_defaults[key]) for key, value in given.items()}
+        given = {key: fitting(key, value, stage_defaults[key]) for key, value in given.items()}
         resolved = {key: value for key, value in (stage_defaults | given).items() if key != "run_dir"}
         steps.append(replace(step, parameters={key: _absolute(key, value) for key, value in resolved.items()}))
     return tuple(steps)

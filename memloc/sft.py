@@ -50,7 +50,8 @@ from memloc.multihop import (
     select,
     split_questions,
 )
-from .pipeline import locked
+from .pipeline import fitting, locked
+from .results import refuse_dirty
 from .tables import as_rows
 from .toy import ToyTask, toy_samples, write_toy
 from .uncertainty import paired_table, summarise
@@ -759,10 +760,10 @@ PERCENT = ("well_formed", "precision", "recall", "f1", "exact", "answer_f1")
 
 def _long(
     rows: pl.DataFrame,       # of `evaluate_locator` and `lexical_rows`
-    metrics: Sequence[str],
+    metric: str,
 ) -> pl.DataFrame:            # system, question_id, metric, k, value
-    "One line a system, sample and metric; systems without a metric are left out of it."
-    long = rows.unpivot(metrics, index=["system", "sample_id"], variable_name="metric", value_name="value").drop_nulls("value")
+    "One line a system and sample; systems without the metric are left out."
+    long = rows.unpivot([metric], index=["system", "sample_id"], variable_name="metric", value_name="value").drop_nulls("value")
     return long.with_columns(k=pl.lit(None, pl.Int32)).rename({"sample_id": "question_id"})
 
 
@@ -779,7 +780,7 @@ def heldout_figures(
     groups = pl.concat([seen.select(split=pl.lit("test"), question_id="sample_id"), seen.select(split=hops, question_id="sample_id")])
     found, paired = [], []
     for name in SCORES:
-        long = _long(rows, [name])
+        long = _long(rows, name)
         if long.is_empty():
             continue
         found.append(summarise(long, groups, scale=100.0 if name in PERCENT else 1.0))
@@ -796,8 +797,7 @@ def keep_sft(
 ) -> int:                  # rows written
     "Write figures, paired differences and manifest of a run."
     manifest, path = stage_manifest(run_dir, "sft"), Path(path)
-    if re.search(r"\+|unknown", manifest["commit"]):
-        raise ValueError(f"{run_dir}: figures of commit {manifest['commit']!r} cannot be kept: commit the changes, train again, then keep them")
+    refuse_dirty([manifest["commit"]])
     report = read_json(Path(run_dir)/"sft"/"report.json")
     date = report.get("date") or datetime.date.fromtimestamp((Path(run_dir)/"sft"/"manifest.json").stat().st_mtime).isoformat()
     source = f"multihop@{key_of(manifest['inputs'])[:8]}" if manifest["inputs"] else f"toy@{manifest['settings']['seed']}"
@@ -848,16 +848,7 @@ def profile_config(
     if profile not in PROFILES:
         raise ValueError(f"profile {profile!r} is unknown; choose one of {', '.join(PROFILES)}")
     known = asdict(PROFILES[profile])
-    for name, value in changes.items():
+    for name in changes:
         if name not in known:
             raise ValueError(f"{name!r} is no setting of the cold start; choose among {', '.join(known)}")
-        wanted = type(known[name])
-        if wanted is float and isinstance(value, str):  # YAML reads 1e-3 as text
-            try:
-                value = float(value)
-            except ValueError:
-                pass
-        changes = {**changes, name: value}
-        if type(value) is not wanted and not (wanted is float and type(value) is int):
-            raise ValueError(f"{name} must be of type {wanted.__name__}, not {value!r}")
-    return replace(PROFILES[profile], **changes)
+    return replace(PROFILES[profile], **{name: fitting(name, value, known[name]) for name, value in changes.items()})
