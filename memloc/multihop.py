@@ -624,13 +624,13 @@ def pools_of(
 # %% ../nbs/parts/multihop.ipynb #1b4fc670
 def quote(
     text: str,          # a segment
-    fact: str,          # what the quotation should contain, if the segment does
+    fact: str,          # what the quotation should contain, if the segment does; "": the first words, whatever they say
     n_words: int = 12,  # longest quotation
 ) -> str:
     "The first words of a text, or those that end with the fact if it comes later."
     words = text.split()
-    ends = [i for i in range(n_words, len(words)) if states(" ".join(words[:i + 1]), fact)]
-    if states(" ".join(words[:n_words]), fact) or not ends:
+    ends = [i for i in range(n_words, len(words)) if states(" ".join(words[:i + 1]), fact)] if fact else []
+    if not ends or states(" ".join(words[:n_words]), fact):
         return " ".join(words[:n_words])
     return "... " + " ".join(words[max(ends[0] + 1 - n_words, 0):ends[0] + 1])
 
@@ -645,11 +645,12 @@ def reason_of(
     n_words: int = 12,                    # longest quotation
     say_steps: bool = True,               # write the steps; else they only guide the quotations
     facts: Sequence[str] = (),            # what each step finds; none: the answer, each time
+    quote_facts: bool = True,             # quotations end with the fact if it comes late; else they are first words
 ) -> str:
     "Each piece of evidence quoted, its number, and the step it settles."
     parts = []
     for place, (number, text) in enumerate(evidence):
-        fact = facts[place] if facts else answer
+        fact = "" if not quote_facts else facts[place] if facts else answer
         parts.append(f'"{quote(neutralise(text), neutralise(fact), n_words)}" [{number}]' + (f": {neutralise(steps[place])}." if steps and say_steps else "."))
     return " ".join(parts) or NOTHING
 
@@ -693,6 +694,7 @@ def build_sample(
     pool: DistractorPool | None = None,   # further distractors
     n_words: int = 12,                    # longest quotation in the reason
     say_steps: bool = True,               # write the steps of the chain into the reason
+    quote_facts: bool = True,             # as in `reason_of`
 ) -> LocatingSample:
     "Evidence among distractors in random order."
     known = gold_places(question)
@@ -709,7 +711,8 @@ def build_sample(
     order = rng.permutation(len(used))
     segments = [segment_text(*used[i], titled) for i in order]
     gold = tuple(int(np.flatnonzero(order == i)[0]) + 1 for i in range(len(places)))
-    reason = reason_of([(number, segments[number - 1]) for number in gold], question.chain, question.answer, n_words, say_steps, question.facts)
+    reason = reason_of([(number, segments[number - 1]) for number in gold], question.chain, question.answer, n_words, say_steps, question.facts,
+                       quote_facts)
     return LocatingSample(f"{question.question_id}{'#none'*negative}", question.source, question.question, None, tuple(segments), gold,
                           UNKNOWN if negative else question.answer, reason, question.n_hops,
                           frozenset().union(*(passage_keys(passage) for passage, _ in used)))
@@ -723,12 +726,13 @@ def build_samples(
     pool: DistractorPool | None = None,
     n_words: int = 12,                    # longest quotation in the reason
     say_steps: bool = True,               # write the steps of the chain into the reason
+    quote_facts: bool = True,             # as in `reason_of`
 ) -> list[LocatingSample]:                # one a question; the same question gives the same sample in any list
     "A sample for each question."
     samples = []
     for question in questions:
         rng = np.random.default_rng([seed, int(digest(question.question_id), 16)])
-        samples.append(build_sample(question, rng, n_segments, bool(rng.random() < negatives), pool, n_words, say_steps))
+        samples.append(build_sample(question, rng, n_segments, bool(rng.random() < negatives), pool, n_words, say_steps, quote_facts))
     return samples
 
 # %% ../nbs/parts/multihop.ipynb #590076dc
@@ -773,6 +777,7 @@ def one_session(
     rng: np.random.Generator,
     n_segments: int,
     n_words: int,
+    quote_facts: bool = True,           # as in `reason_of`
 ) -> LocatingSample:
     "A question and a stretch of one session."
     gold = [i for i, (turn, _) in enumerate(turns) if turn in row["evidence_turns"]]
@@ -780,7 +785,7 @@ def one_session(
     segments, numbers = tuple(turns[i][1] for i in shown), tuple(i - shown.start + 1 for i in gold)
     whole = gold and len(gold) == len(row["evidence_turns"]) and row["answer"]
     answer = str(row["answer"]) if whole else UNKNOWN
-    reason = reason_of([(number, segments[number - 1]) for number in numbers], (), answer, n_words)
+    reason = reason_of([(number, segments[number - 1]) for number in numbers], (), answer, n_words, quote_facts=quote_facts)
     return LocatingSample(f"{row['question_id']}@{session}", "dialogue", row["question"], date, segments, numbers, answer, reason,
                           max(len(row["evidence_sessions"]), 1), frozenset([f"session:{session}"]), row["date"])
 
@@ -792,6 +797,7 @@ def dialogue_samples(
     negatives: int = 1,       # sessions without evidence, for each question
     split: str = "train",     # conversations to use; never "test"
     n_words: int = 12,        # longest quotation in the reason
+    quote_facts: bool = True, # as in `reason_of`
 ) -> list[LocatingSample]:
     "Samples from the sessions of a data set's training conversations."
     held = set(dataset.conversations.filter(pl.col("split") == split)["conversation_id"])
@@ -809,7 +815,7 @@ def dialogue_samples(
         rng = np.random.default_rng([seed, int(digest(row["question_id"]), 16)])
         others = [session for session in spoken if session.startswith(row["conversation_id"] + "/") and session not in row["evidence_sessions"]]
         drawn = [others[i] for i in rng.permutation(len(others))[:negatives]]
-        samples += [one_session(row, session, spoken[session], dates[session], rng, n_segments, n_words)
+        samples += [one_session(row, session, spoken[session], dates[session], rng, n_segments, n_words, quote_facts)
                     for session in [*row["evidence_sessions"], *drawn]
                     if spoken.get(session) and (session in drawn or {turn for turn, _ in spoken[session]} & set(row["evidence_turns"]))]
     return samples

@@ -64,7 +64,7 @@ PRECISIONS = ("measured", "float32", "bfloat16")
 WARMUP = 0.05   # share of the steps in which the learning rate rises (not in the paper)
 LOOKS = 5       # checkpoints, and looks at the development split, in a training
 DEVELOPMENT = 24  # samples of that split: enough for a curve
-QUOTED = 8      # words of a quotation in the reason, at most
+QUOTED = 6      # words of a quotation in the reason, at most
 LONGEST = 60    # words of a piece of evidence, at most: longer ones are not chosen
 
 
@@ -78,6 +78,7 @@ class SFTConfig:
     n_heldout: int = 300             # for testing, at least 1 (chosen: 300 tell 6 points apart)
     n_segments: int = 6              # shown, at least 5; the toy's longest session (not in the paper)
     reason_steps: bool = False       # write the steps of a chain into the reason, not only quotations (chosen by size of the model)
+    quote_facts: bool = False        # quotations end with the fact, instead of being a segment's first words (chosen by size of the model)
     epochs: float = 1.0              # passes over the samples, above 0 (the paper: 5)
     batch_size: int = 32             # samples a step, a multiple of the next (not in the paper)
     micro_batch_size: int = 32       # samples at once on one device (not in the paper)
@@ -86,27 +87,30 @@ class SFTConfig:
     precision: str = "float32"       # of the products, one of PRECISIONS (the released code: bfloat16)
     gradient_checkpointing: bool = False  # less memory, more time
     lora_rank: int = 0               # 0: train all weights
+    frozen_layers: int = 0           # first layers, and the embedding, that keep their weights (not in the paper)
     seed: int = 13                   # of the weights, the samples, their order
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision {self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
         for name, least in (("n_samples", 1), ("n_heldout", 1), ("n_segments", 5), ("micro_batch_size", 1), ("max_length", 16), ("lora_rank", 0),
-                            ("seed", 0)):
+                            ("frozen_layers", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.batch_size < 1 or self.batch_size % self.micro_batch_size:
             raise ValueError(f"batch_size {self.batch_size} must be a multiple of micro_batch_size {self.micro_batch_size}")
         if not (0 < self.epochs < math.inf and 0 < self.learning_rate < math.inf):
             raise ValueError(f"epochs and learning_rate must be numbers above 0, not {self.epochs} and {self.learning_rate}")
+        if self.lora_rank and self.frozen_layers:
+            raise ValueError(f"lora_rank {self.lora_rank} and frozen_layers {self.frozen_layers} exclude each other: LoRA keeps all weights; set one of them to 0")
         if (self.model == "toy") and self.data != "toy":
             raise ValueError(f"model 'toy' with data {self.data!r}: the toy knows only its own words; use it with data 'toy'")
 
 # %% ../nbs/04_sft.ipynb #2c6f72c6
 PROFILES = {
     "sample": SFTConfig(),
-    "small": SFTConfig("smollm2", "", 620, 200, 6, False, 1.0, 2, 1, 2e-4, 512, "measured"),
-    "paper": SFTConfig("Qwen/Qwen3-8B", "", 4000, 300, 10, True, 5.0, 32, 2, 1e-5, 2048, "bfloat16", True),
+    "small": SFTConfig("smollm2", "", 840, 200, 6, False, False, 1.0, 2, 1, 2e-4, 512, "measured", frozen_layers=10),
+    "paper": SFTConfig("Qwen/Qwen3-8B", "", 4000, 300, 10, True, True, 5.0, 32, 2, 1e-5, 2048, "bfloat16", True),
 }
 
 # %% ../nbs/04_sft.ipynb #97b37c39
@@ -257,12 +261,13 @@ def question_splits(config: SFTConfig) -> Samples:
     fitting = [select(part, len(part), seed=config.seed, evidence_only=True, longest=LONGEST) for part in splits]
     wanted = Splits(config.n_samples, DEVELOPMENT, config.n_heldout)
     train, dev, test = [build_samples(select(part, n, seed=config.seed, evidence_only=True, longest=LONGEST), config.seed, config.n_segments, pool=pool,
-                                      n_words=QUOTED, say_steps=config.reason_steps) for part, n, pool in zip(splits, wanted, pools, strict=True)]
+                                      n_words=QUOTED, say_steps=config.reason_steps,
+                                      quote_facts=config.quote_facts) for part, n, pool in zip(splits, wanted, pools, strict=True)]
     if not (train and dev and test):
         raise ValueError(f"{config.data}: {len(questions)} questions give {len(train)} samples for training, {len(dev)} for development and {len(test)} "
                          "for testing, and none may be without; add questions of two to four hops that share no passage")
     counts |= {"too_long_or_other_hops": len(questions) - sum(map(len, fitting))}
-    rng, dialogue = np.random.default_rng(config.seed), dialogue_samples(shipped(), config.seed, config.n_segments, n_words=QUOTED)
+    rng, dialogue = np.random.default_rng(config.seed), dialogue_samples(shipped(), config.seed, config.n_segments, n_words=QUOTED, quote_facts=config.quote_facts)
     told = [dialogue[i] for i in rng.permutation(len(dialogue))[:min(config.n_samples, len(train))//10]]
     mixed = [*train[:config.n_samples - len(told)], *told]
     counts |= {"dialogue": len(told), "short_of_wanted": config.n_samples - len(mixed) + config.n_heldout - len(test)}
@@ -410,6 +415,12 @@ def load_network(
         network = AutoModelForCausalLM.from_pretrained(reader.folder, dtype=torch.float32)
     except Exception as error:
         raise ValueError(f"{reader.folder}: its weights cannot be loaded ({type(error).__name__}: {error}); fetch or save the model again") from error
+    if config.frozen_layers:
+        layers = network.base_model.layers
+        if config.frozen_layers >= len(layers):
+            raise ValueError(f"frozen_layers {config.frozen_layers}: {reader.folder} has {len(layers)} layers, and at least one must be trained")
+        for part in (network.get_input_embeddings(), *layers[:config.frozen_layers]):
+            part.requires_grad_(False)
     if not config.lora_rank:
         return network
     from peft import LoraConfig, get_peft_model

@@ -30,7 +30,7 @@ def echo(messages: list[dict[str, str]]) -> str:
 
 
 def build_app(faults: list[str], every: int, log: Path | None, use_model: bool, die_after: int) -> FastAPI:
-    app, lock, seen = FastAPI(), threading.Lock(), []
+    app, lock, seen, sent = FastAPI(), threading.Lock(), [], []
     model = LocalModel("smollm2", device="cpu") if use_model else None
 
     def answer(body: dict) -> tuple[str, int, int]:
@@ -62,13 +62,20 @@ def build_app(faults: list[str], every: int, log: Path | None, use_model: bool, 
 
     @app.post("/v1/chat/completions")
     async def completions(request: Request):
+        from starlette.background import BackgroundTask
         from starlette.concurrency import run_in_threadpool
 
-        return await run_in_threadpool(respond, await request.json())
+        response = await run_in_threadpool(respond, await request.json())
+        response.background = BackgroundTask(sent.append, True)  # runs once the reply is on its way
+        return response
 
     def respond(body: dict) -> Response:
         fault = fault_of(body)
-        if fault == "die" or die_after and len(seen) > die_after:
+        if die_after and len(seen) > die_after:
+            while len(sent) < die_after:  # a reply that was logged and never left would count as answered here and as lost there
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "429":
             return JSONResponse({"error": {"message": "slow down"}}, 429, headers={"Retry-After": "0.2"})
