@@ -10,7 +10,7 @@ __all__ = ['log', 'PRECISIONS', 'WARMUP', 'LOOKS', 'DEVELOPMENT', 'QUOTED', 'LON
            'trainer_arguments', 'start_folder', 'load_network', 'log_row', 'read_log', 'plot_curves', 'keep_log',
            'claim', 'last_checkpoint', 'train_network', 'save_model', 'heldout_rows', 'write_sft', 'few_threads',
            'settled', 'ready', 'train_once', 'finished', 'inputs_of', 'run_sft', 'heldout_figures', 'keep_sft',
-           'fsdp_settings', 'launch_plan', 'profile_config']
+           'fsdp_settings', 'launch_plan', 'changed_profile', 'profile_config']
 
 # %% ../nbs/04_sft.ipynb #e2fa5dde
 import datetime
@@ -109,7 +109,7 @@ class SFTConfig:
 # %% ../nbs/04_sft.ipynb #2c6f72c6
 PROFILES = {
     "sample": SFTConfig(),
-    "small": SFTConfig("smollm2", "", 840, 200, 6, False, False, 1.0, 2, 1, 2e-4, 512, "measured", frozen_layers=10),
+    "small": SFTConfig("smollm2", "", 720, 200, 6, False, False, 1.0, 2, 1, 2e-4, 512, "measured", frozen_layers=10),
     "paper": SFTConfig("Qwen/Qwen3-8B", "", 4000, 300, 10, True, True, 5.0, 32, 2, 1e-5, 2048, "bfloat16", True),
 }
 
@@ -619,7 +619,7 @@ def heldout_rows(
 ) -> pl.DataFrame:
     "Replies of a model to held-out samples, scored; asked once."
     if not kept.is_file():
-        model = LocalModel(str(folder), dtype=config.precision, batch_size=64 if config.model == "toy" else 8)
+        model = LocalModel(str(folder), dtype=config.precision, batch_size=64 if config.model == "toy" else 16)
         log.info("%s: %d held-out samples", system, len(samples))
         with replacing(kept) as file:
             evaluate_locator(model, samples, system, max_tokens).write_parquet(file)
@@ -766,7 +766,7 @@ def run_sft(
     return summary
 
 # %% ../nbs/04_sft.ipynb #f41c1234
-PERCENT = ("well_formed", "precision", "recall", "f1", "exact", "answer_f1")
+PERCENT = ("well_formed", "precision", "recall", "f1", "exact", "answer_f1", "reward", "answer")
 
 
 def _long(
@@ -784,13 +784,15 @@ def heldout_figures(
     date: str,                        # like "2026-11-30"
     commit: str,
     against: str = "trained",         # the system that the others are compared with
+    scores: Sequence[str] = SCORES,   # columns to average
+    table: str = "sft",               # name in the result rows
 ) -> tuple[pl.DataFrame, pl.DataFrame]:  # result rows, paired differences; in percent, n_tokens in tokens
     "Means with intervals, and differences of the trained model from the others on the same samples."
     hops = pl.format("test/{}, {} hops", "source", "n_hops")
     seen = rows.unique("sample_id")
     groups = pl.concat([seen.select(split=pl.lit("test"), question_id="sample_id"), seen.select(split=hops, question_id="sample_id")])
     found, paired = [], []
-    for name in SCORES:
+    for name in scores:
         long = _long(rows, name)
         if long.is_empty():
             continue
@@ -799,7 +801,7 @@ def heldout_figures(
         if name in PERCENT and others:
             paired.append(paired_table(long, against, others, groups.filter(pl.col("split") == "test")))
     told = {"dataset": pl.lit(dataset), "date": pl.lit(date), "commit": pl.lit(commit)}
-    return as_rows(pl.concat(found), "sft", dataset, "none", date, commit), pl.concat(paired).with_columns(**told)
+    return as_rows(pl.concat(found), table, dataset, "none", date, commit), pl.concat(paired).with_columns(**told)
 
 # %% ../nbs/04_sft.ipynb #4ee147cb
 def keep_sft(
@@ -851,15 +853,25 @@ def launch_plan(
     return [["accelerate", "launch", "--config_file", str(settings), "--no_python", *command], list(command)]
 
 # %% ../nbs/04_sft.ipynb #c4124e1e
+def changed_profile(
+    profiles: Mapping[str, Any],    # settings by name: frozen dataclasses
+    profile: str,                   # one of these names
+    changes: Mapping[str, Any],     # settings that differ
+    stage: str,                     # what they are settings of, for errors
+) -> Any:                           # a dataclass like those given
+    "Settings of a profile, changed."
+    if profile not in profiles:
+        raise ValueError(f"profile {profile!r} is unknown; choose one of {', '.join(profiles)}")
+    known = asdict(profiles[profile])
+    for name in changes:
+        if name not in known:
+            raise ValueError(f"{name!r} is no setting of {stage}; choose among {', '.join(known)}")
+    return replace(profiles[profile], **{name: fitting(name, value, known[name]) for name, value in changes.items()})
+
+
 def profile_config(
     profile: str,                       # a key of PROFILES
     changes: Mapping[str, Any] = {},    # settings that differ
 ) -> SFTConfig:
-    "Settings of a profile, changed."
-    if profile not in PROFILES:
-        raise ValueError(f"profile {profile!r} is unknown; choose one of {', '.join(PROFILES)}")
-    known = asdict(PROFILES[profile])
-    for name in changes:
-        if name not in known:
-            raise ValueError(f"{name!r} is no setting of the cold start; choose among {', '.join(known)}")
-    return replace(PROFILES[profile], **{name: fitting(name, value, known[name]) for name, value in changes.items()})
+    "Settings of a profile of the cold start, changed."
+    return changed_profile(PROFILES, profile, changes, "the cold start")
