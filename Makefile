@@ -14,7 +14,7 @@ export GOMP_SPINCOUNT         ?= 0
 export OMP_NUM_THREADS        ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help env run train-sft test sync outputs lab reproduce results bench clean
+.PHONY: help env run train-sft train-shpo test sync outputs lab reproduce results bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -35,6 +35,9 @@ run: env  ## run the shipped sample: executed notebooks and a report in runs/sam
 
 train-sft: env  ## train a locator: make train-sft PROFILE=sample|small|paper [DATA=folder] [NAME=run]; again after a break to go on
 	$(VENV)/bin/memloc train-sft $(PROFILE) $(if $(DATA),--data $(DATA)) $(if $(NAME),--name $(NAME)) $(ARGS)
+
+train-shpo: env  ## train it on by its own replies: make train-shpo PROFILE=sample|small [SEED=13] [DATA=locomo10.json] [NAME=run]; again after a break to go on
+	$(VENV)/bin/memloc shpo $(PROFILE) $(if $(SEED),-s seed=$(SEED)) $(if $(DATA),--data $(DATA)) $(if $(NAME),--run runs/$(NAME)) $(ARGS)
 
 test: env  ## ruff, then every test: modules in sync, notebooks clean, outputs true, and the rest
 	$(VENV)/bin/ruff check .

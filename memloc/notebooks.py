@@ -279,6 +279,7 @@ STAGE_CONFIGS = {
     "02_routing": "memloc.routing:RoutingConfig",
     "03_graph_ppr": "memloc.graph_ppr:GraphConfig",
     "04_sft": "memloc.sft:SFTConfig",
+    "05_shpo": "memloc.shpo:ShpoConfig",
     "06_locator": "memloc.locator:LocatorConfig",
     "07_generation": "memloc.generation:GenerationConfig",
     "08_evaluation": "memloc.evaluation:EvaluationConfig",

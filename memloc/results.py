@@ -157,6 +157,10 @@ def publish(
         from memloc.sft import keep_sft
 
         keep_sft(run_dir, path)
+    elif runs := [run for run in (Path(run_dir), *sorted(Path(run_dir).glob("*-*"))) if (run/"shpo"/"manifest.json").is_file()]:
+        from memloc.shpo import keep_shpo
+
+        keep_shpo(runs, path)
     else:
         keep_results(run_dir, path, [table.strip() for table in tables.split(",") if table.strip()])
     blocks = {"locomo": ("results", readme_block), "sft-small": ("sft", heldout_markdown)}

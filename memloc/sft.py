@@ -766,7 +766,7 @@ def run_sft(
     return summary
 
 # %% ../nbs/04_sft.ipynb #f41c1234
-PERCENT = ("well_formed", "precision", "recall", "f1", "exact", "answer_f1", "reward", "answer")
+PERCENT = ("well_formed", "precision", "recall", "f1", "exact", "answer_f1", "reward", "reward_drawn", "answer")
 
 
 def _long(

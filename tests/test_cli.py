@@ -1,8 +1,10 @@
 """The command line: exit codes, messages, JSON."""
 
 import json
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -80,6 +82,84 @@ def test_data_list():
     sources = json.loads(memloc("data", "list", "--json").stdout)
     assert {"locomo", "longmemeval_s"} <= set(sources) and all(source["licence"] for source in sources.values())
     assert "locomo10.json" in memloc("data", "list").stdout
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    from memloc.toy import ToyTask, toy_samples, write_toy
+    from memloc.verl_engine import keep_samples
+
+    folder = tmp_path_factory.mktemp("policy")
+    keep_samples(toy_samples(ToyTask(), 16, seed=3), folder/"samples.jsonl")
+    return write_toy(folder/"sft")
+
+
+def shpo_on_verl(policy, run, *more):
+    return memloc("shpo", "small", "--engine", "verl", "--policy", policy, "--samples", policy.parent/"samples.jsonl", "--run", run, *more)
+
+
+def test_a_dry_run_of_shpo_validates_every_stage_and_prints_its_commands(policy, tmp_path):
+    import yaml
+
+    run = tmp_path/"my run"
+    done = shpo_on_verl(policy, run, "--gpus", "2", "--dry-run", "-s", "kl_coef=2e-2")
+    assert done.exit_code == 0, done.output
+    lines = [shlex.split(line) for line in done.stdout.splitlines() if not line.startswith("#")]
+    trainings, between, (whole,) = lines[1:6:2], lines[0:6:2], lines[6:]
+    for stage, (training, before) in enumerate(zip(trainings, between, strict=True), 1):
+        assert training[1:3] == ["-m", "verl.trainer.main_ppo"] and f"trainer.total_training_steps={20*stage}" in training
+        assert before == [*whole, "--prepare", str(stage)]
+        written = yaml.safe_load((run/"shpo"/f"stage{stage}"/"verl.yaml").read_text())
+        assert (written["algorithm"]["adv_estimator"], written["trainer"]["n_gpus_per_node"]) == ("shpo", 2)
+        assert written["actor_rollout_ref"]["actor"]["kl_loss_coef"] == 0.02 and written["actor_rollout_ref"]["model"]["path"] == str(policy)
+        assert written["data"]["train_files"] == [str(run/"shpo"/f"stage{stage}"/"train.parquet")] and (run/"shpo"/f"stage{stage}"/"train.parquet").is_file()
+    assert not (run/"shpo"/"settings.json").exists() and not (run/"shpo"/"checkpoints").exists()
+    assert memloc(*whole[1:], "--prepare", 1).stdout.strip() == str(run/"shpo"/"stage1"/"train.parquet")  # as printed
+    early = memloc(*whole[1:], "--prepare", 2)
+    assert early.exit_code == 1 and "run the command of the stage before first" in early.stderr
+
+
+@pytest.mark.parametrize("more, words", [
+    (["--policy", "absent"], "the one that the cold start leaves"), (["-s", "kl_coeff=1"], "'kl_coeff' is no setting"), (["--gpus", "3"], "change batch_size or micro_batch_size"),
+    (["--data", "."], "not both"), (["-s", "max_prompt_length=20"], "raise max_prompt_length to"), (["--prepare", "4"], "stage 4 does not exist"),
+    (["-s", "batch_size=32", "-s", "mini_batch_size=32", "--dry-run"], "16 samples do not fill one batch of 32"), (["--engine", "ray"], "choose one of cpu, verl"),
+])
+def test_what_is_wrong_with_shpo_on_verl_is_said_with_its_remedy(policy, tmp_path, more, words):
+    done = shpo_on_verl(policy, tmp_path/"run", *(more if words.startswith(("stage", "16")) else [*more, "--dry-run"]))
+    assert done.exit_code == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["sample", "--engine", "verl"], "choose one of small, paper"), (["--engine", "verl"], "--policy None"), (["sample", "--gpus", "8"], "add --engine verl"),
+    (["--prepare", "1"], "add --engine verl"), (["-s", "seed"], "key=value"),
+])
+def test_wrong_options_of_shpo_are_refused(project, monkeypatch, arguments, words):
+    monkeypatch.chdir(project)
+    done = memloc("shpo", *arguments)
+    assert done.exit_code == 2 and words in done.stderr and not (project/"runs").exists()
+
+
+def test_without_cards_the_engine_verl_says_so_and_starts_nothing(policy, tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    done = shpo_on_verl(policy, tmp_path/"run")
+    assert done.exit_code == 1 and "0 of 1 cards are here" in done.stderr and "--dry-run" in done.stderr
+    assert not (tmp_path/"run").exists()
+
+
+def test_shpo_on_the_cpu_gets_its_profile_and_its_changes(tmp_path, monkeypatch):
+    import polars as pl
+
+    from memloc import shpo
+
+    asked = []
+    monkeypatch.setattr(shpo, "shpo_profile", lambda profile, changes: asked.append((profile, changes)) or shpo.ShpoConfig())
+    monkeypatch.setattr(shpo, "run_shpo", lambda config, folder, until=None: asked.append((config, folder)) or pl.DataFrame({"system": ["start"], "reward": [0.5]}))
+    done = memloc("shpo", "--run", tmp_path/"run", "-s", "seed=7", "--policy", tmp_path/"sft", "--data", "locomo10.json")
+    assert done.exit_code == 0 and json.loads(done.stdout) == [{"system": "start", "reward": 0.5}]
+    assert asked == [("sample", {"seed": 7, "policy": str(tmp_path/"sft"), "dialogue": str(Path.cwd()/"locomo10.json")}), (shpo.ShpoConfig(), tmp_path/"run")]
+    assert json.loads(memloc("shpo", "--run", tmp_path/"run", "--dry-run").stdout)["algorithm"] == "shpo" and len(asked) == 3
 
 
 def test_version():

@@ -4,6 +4,7 @@ import collections
 import gzip
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from memloc.data import sample
-from memloc.ids import parse_citations, parse_reply
+from memloc.ids import neutralise, parse_citations, parse_reply
 from memloc.locator import EXTRACT_RULES
 from memloc.multihop import (
     DistractorPool,
@@ -200,6 +201,20 @@ class TestSamples:
             assert chisquare(counts).pvalue > 0.001
         pairs = collections.Counter(each.gold for each in samples)
         assert len(pairs) == 56 and chisquare(list(pairs.values())).pvalue > 0.001
+
+    @pytest.mark.parametrize("quote_facts", [True, False])
+    def test_quotations_begin_with_the_segment_or_end_with_the_fact(self, quote_facts):
+        late = 0
+        for question in made_up(12, chain=True):
+            each = build_sample(question, np.random.default_rng(1), 8, n_words=4, say_steps=False, quote_facts=quote_facts)
+            check_sample(each)
+            quoted = re.findall(r'"([^"]*)" \[(\d+)\]', each.reason)
+            assert len(quoted) == len(each.gold)
+            for text, number in quoted:
+                first = " ".join(neutralise(each.segments[int(number) - 1]).split()[:4])
+                late += text.startswith("...")
+                assert quote_facts or text == first
+        assert (late > 0) == quote_facts
 
     def test_distractors_are_cut_where_the_evidence_is(self):
         for question in made_up(12):

@@ -392,6 +392,17 @@ class TestStage:
         moved = [name for name in own if not torch.equal(own[name], start[name])]
         assert moved and all("proj" in name for name in moved)
 
+    def test_frozen_layers_keep_their_weights_and_the_others_learn(self, reader, tmp_path):
+        config = replace(TINY, n_samples=64, frozen_layers=1)
+        before = load_network(reader, TINY)
+        network = trained(reader, config, tmp_path).model
+        moved = {name: not torch.equal(value, dict(before.named_parameters())[name]) for name, value in network.named_parameters()}
+        assert moved == {name: "layers.0." not in name and "embed" not in name for name in moved} and any(moved.values())
+        with pytest.raises(ValueError, match="has 2 layers"):
+            load_network(reader, replace(TINY, frozen_layers=2))
+        with pytest.raises(ValueError, match="exclude each other"):
+            replace(TINY, frozen_layers=1, lora_rank=4)
+
     def test_a_model_that_is_nowhere(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="no-such/model"):
             start_folder("no-such/model", tmp_path)
