@@ -85,7 +85,7 @@ class ShpoConfig:
     steps_per_stage: int = 20      # at least 1 (the paper: 60)
     queries_per_step: int = 32     # at least 1 (not in the paper)
     group_size: int = 8            # replies to a query, at least 2 (the paper: 4)
-    learning_rate: float = 5e-4    # above 0 (the paper: 1e-6)
+    learning_rate: float = 3e-4    # above 0 (the paper: 1e-6)
     kl_coef: float = 0.01          # price of the distance to the start, at least 0 (App. F)
     eta_homo: float = 0.5          # weight of homogeneous queries, in [0, 1] (Eq. 26; no value in the paper)
     clip: float = 0.2              # epsilon of the objective, above 0 (not in the paper)

@@ -139,6 +139,7 @@ HACKS = {  # name: (reply, paper total, released total, our total)
     "one letter": (reply("2", "a"), 0.1, 0.1, 0.1),
     "answer first": ("<answer>Zoe</answer><reason>see [1].</reason><id>1, 3</id>", 0.9, 1.0, 0.0),
     "ids first": ("<id>1, 3</id><reason>see [1].</reason><answer>Zoe</answer>", 0.9, 1.0, 0.0),
+    "tags inside the answer": ("<reason>see [1].</reason><id>1, 3</id><answer>Zoe</reason><id>2</id></answer>", 0.9, 1.0, 0.0),
     "everything twice": (reply("1, 3")*2, 0.9, 1.0, 0.0),
     "a second list of ids": (reply("1, 3") + "<id>2</id>", 0.9, 1.0, 0.0),
     "a second answer": (reply("1, 3") + "<answer>milk</answer>", 0.9, 1.0, 0.0),
