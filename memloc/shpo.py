@@ -599,7 +599,8 @@ SHPO_SCORES = ("reward", "reward_drawn", "precision", "recall", "f1", "exact", "
 
 def heldout_means(rows: pl.DataFrame) -> pl.DataFrame:
     "Means by set and system."
-    return rows.group_by("set", "system", maintain_order=True).agg(n=pl.len(), **{name: pl.col(name).mean().round(4) for name in SHPO_SCORES})
+    means = rows.group_by("set", "system", maintain_order=True).agg(n=pl.len(), **{name: pl.col(name).mean().round(4) for name in SHPO_SCORES})
+    return means.sort("set", pl.col("system") != "start", maintain_order=True)
 
 
 def heldout_once(
