@@ -322,6 +322,11 @@ class LocalModel:
         seconds = (time.perf_counter() - started) / len(prompts)
         return [self._reply(len(prompt), row, sampling, seconds) for prompt, row in zip(prompts, made, strict=True)]
 
+    def _has_ended(self, tokens: list[int], stops: list[str] | None) -> bool:
+        "Whether a row holds an end mark or one of the strings that stop it."
+        text = self.tokenizer.decode(tokens) if stops else ""
+        return bool(self._end_tokens & set(tokens)) or any(stop in text for stop in stops or [])
+
     def _rounds(self, tokens: Any, mask: Any, cache: Any, max_tokens: int, settings: dict[str, Any]) -> list[list[int]]:
         "The new tokens of each row; after every round the rows that have ended leave the batch."
         import torch
@@ -334,7 +339,7 @@ class LocalModel:
             new = written[:, tokens.shape[1]:]
             for row, more in zip(rows, new.tolist(), strict=True):
                 made[row] += more
-            keep = [place for place, more in enumerate(new.tolist()) if not self._end_tokens & set(more)]
+            keep = [place for place, row in enumerate(rows) if not self._has_ended(made[row], settings["stop_strings"])]
             rows, left = [rows[place] for place in keep], left - new.shape[1]
             if rows and left:
                 tokens, mask = written[keep], torch.cat([mask[keep], mask.new_ones(len(keep), new.shape[1])], 1)

@@ -53,6 +53,7 @@ from memloc.sft import (
     claim,
     end_of_turn,
     few_threads,
+    forget_false_start,
     heldout_figures,
     id_scores,
     load_network,
@@ -669,7 +670,7 @@ def plot_shpo(
               ("distance to the start, nats a token", ("kl",)), ("share of queries", ("mixed", "right", "wrong"))]
     stages = steps["stage"].to_list()
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 5, figsize=(17, 3.4))
+        figure, axes = plt.subplots(1, 5, figsize=(18, 3.4), layout="constrained")
         for ax, (label, names) in zip(axes, panels):
             for name, color in zip(names, PALETTE):
                 ax.plot(np.arange(steps.height), steps[name], color=color, alpha=0.2)
@@ -772,6 +773,7 @@ def run_shpo(
     with locked(run_dir), few_threads(LESSONS["toy"] if config.data == "toy" else LESSONS["notes"]):
         if (known := finished_shpo(run_dir, config, until)) is not None:
             return known
+        forget_false_start(work)
         claim(work, settings=asdict(config), until=until)
         with Stage(run_dir, "shpo", config, [config.dialogue] if config.dialogue else []) as stage:
             start = cold_start(config.policy, work/"start", config.seed) if config.policy in LESSONS else Path(config.policy)

@@ -438,6 +438,20 @@ def test_server_killed_midway_then_resumed(server, tmp_path):
     assert (counted["calls"], counted["replayed"], counted["new_prompt_tokens"]) == (0, 12, 0)
 
 
+@pytest.mark.parametrize("stop", [(), (" Paris", "1")])
+def test_rounds_change_the_time_and_not_the_replies(local, monkeypatch, stop):
+    "Rows that have ended leave the batch, wherever in a round they end."
+    from memloc import llm
+
+    prompts = [ask("Say only: yes"), ask("Count: 1 2 3"), ask("What is the capital of France? Name it first."), ask("no")]
+    found = []
+    for size in (1, 3, 16, 64):
+        monkeypatch.setattr(llm, "ROUND", size)
+        found.append([(one.text, one.n_completion_tokens, one.finish_reason) for one in local.chat(prompts, Sampling(max_tokens=20, stop=stop))])
+    assert found[0] == found[1] == found[2] == found[3]
+    assert len({n for _, n, _ in found[0]}) > 1
+
+
 def test_the_packaged_model_behind_the_protocol_says_the_same(server, local):
     url = server.start()
     served = EndpointModel("smollm2", url, tokenizer=str(local.folder), context=local.context)

@@ -302,6 +302,18 @@ class TestStage:
             run_sft(config, tmp_path, max_steps=1)
         assert run_sft(config, tmp_path).height == 5
 
+    def test_a_start_without_its_data_does_not_stand_in_the_way(self, tmp_path, monkeypatch):
+        small = replace(sft.PROFILES["small"], model="toy-folder")
+        for data, error in (("", ValueError), (str(tmp_path/"nowhere"), FileNotFoundError)):
+            with pytest.raises(error, match="DATA=folder"):
+                run_sft(replace(small, data=data), tmp_path/"run")
+        assert not (tmp_path/"run/sft").exists()
+        monkeypatch.setattr(sft, "ready", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+        with pytest.raises(OSError, match="disk"):  # noted, and nothing computed
+            run_sft(TINY, tmp_path/"run")
+        with pytest.raises(OSError, match="disk"):
+            run_sft(replace(TINY, seed=1), tmp_path/"run")
+
     def test_data_or_weights_that_changed_meanwhile_are_refused(self, tmp_path, monkeypatch):
         config, real = replace(TINY, n_samples=32, n_heldout=3), sft.toy_splits
         self.broken_off(config, tmp_path, monkeypatch)
