@@ -171,7 +171,8 @@ class TestPlaceholders:
     def test_names_of_a_missing_library_can_be_written_and_not_called(self, check, monkeypatch):
         monkeypatch.setattr(check, "LIBRARIES", ("missinglib", "numpy"))
         with check.placeholders() as missing:
-            from missinglib import Base, Field, check_it, parts
+            found = importlib.import_module("missinglib")
+            Base, Field, check_it, parts = found.Base, found.Field, found.check_it, found.parts
 
             class Record(Base, extra="forbid"):
                 count: parts.Table | None = Field(default=1)
