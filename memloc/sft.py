@@ -8,9 +8,10 @@ __all__ = ['log', 'PRECISIONS', 'WARMUP', 'LOOKS', 'DEVELOPMENT', 'QUOTED', 'LON
            'tokenize_sample', 'Prepared', 'prepare', 'Samples', 'toy_splits', 'question_splits', 'training_samples',
            'id_scores', 'reply_row', 'evaluate_locator', 'lexical_rows', 'score_means', 'n_processes',
            'trainer_arguments', 'start_folder', 'load_network', 'log_row', 'read_log', 'plot_curves', 'keep_log',
-           'forget_false_start', 'claim', 'last_checkpoint', 'train_network', 'save_model', 'heldout_rows', 'write_sft',
-           'few_threads', 'settled', 'ready', 'train_once', 'finished', 'inputs_of', 'run_sft', 'heldout_figures',
-           'keep_sft', 'fsdp_settings', 'launch_plan', 'changed_profile', 'profile_config']
+           'forget_false_start', 'claim', 'last_checkpoint', 'train_network', 'put_folder', 'save_model',
+           'heldout_rows', 'write_sft', 'few_threads', 'settled', 'ready', 'train_once', 'trained_whole',
+           'refuse_other', 'finished', 'inputs_of', 'run_sft', 'heldout_figures', 'keep_sft', 'fsdp_settings',
+           'launch_plan', 'changed_profile', 'profile_config']
 
 # %% ../nbs/04_sft.ipynb #e2fa5dde
 import datetime
@@ -592,16 +593,28 @@ def train_network(
     return trainer
 
 # %% ../nbs/04_sft.ipynb #1bb691d8
+def put_folder(
+    work: Path,     # complete; is renamed
+    target: Path,   # replaced if there
+) -> None:
+    "Rename a folder into its place."
+    old = target.with_name(f".{target.name}-old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.is_dir():
+        os.rename(target, old)
+    os.rename(work, target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def save_model(
     trainer: Any,
     reader: LocalModel,
     target: Path,          # replaced if there
 ) -> None:
     "Write the trained model as an ordinary folder: under another name, then renamed."
-    first, work, old = trainer.is_world_process_zero(), target.with_name(f".{target.name}"), target.with_name(f".{target.name}-old")
+    first, work = trainer.is_world_process_zero(), target.with_name(f".{target.name}")
     if first:
         shutil.rmtree(work, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     if trainer.is_fsdp_enabled:
         trainer.save_model(str(work))  # every process sends its part
@@ -611,10 +624,7 @@ def save_model(
         network.save_pretrained(work)
     if first:
         reader.tokenizer.save_pretrained(work)
-        if target.is_dir():
-            os.rename(target, old)
-        os.rename(work, target)
-        shutil.rmtree(old, ignore_errors=True)
+        put_folder(work, target)
     trainer.accelerator.wait_for_everyone()
 
 # %% ../nbs/04_sft.ipynb #d822d4c2
@@ -716,24 +726,41 @@ def train_once(
             (work/"trained").touch()
 
 # %% ../nbs/04_sft.ipynb #b2bfc92f
+def trained_whole(
+    run_dir: Path,
+    name: str,        # of the stage: its folder holds manifest.json, weights.json and model/
+) -> bool:
+    "Is a training over, and are its files and weights as it left them?"
+    folder = run_dir/name
+    if not (folder/"manifest.json").is_file() or changed_outputs(run_dir, name) or not any((folder/"model").glob("*.safetensors")):
+        return False
+    return read_json(folder/"weights.json")["trained"] == folder_fingerprint(folder/"model")
+
+
+def refuse_other(
+    run_dir: Path,
+    found: Mapping[str, Any],   # settings of the finished training
+    wanted: Mapping[str, Any],
+) -> None:
+    "A finished training stands for its own settings only."
+    if differ := sorted(name for name, value in wanted.items() if found.get(name) != value):
+        raise ValueError(f"{run_dir}: a finished training with other settings ({', '.join(differ)}) is there; give this run another name, or delete the folder")
+    log.info("%s: finished before; nothing to do", run_dir)
+
+
 def finished(
     run_dir: Path,
     config: SFTConfig,
     max_steps: int = -1,
 ) -> pl.DataFrame | None:   # held-out means; None: not finished
     "What a finished run found; one with other settings or data is refused."
-    model = run_dir/"sft"/"model"
-    if not (run_dir/"sft"/"manifest.json").is_file() or changed_outputs(run_dir, "sft") or not any(model.glob("*.safetensors")):
+    if not trained_whole(run_dir, "sft"):
         return None
     manifest, report = stage_manifest(run_dir, "sft"), read_json(run_dir/"sft"/"report.json")
-    if read_json(run_dir/"sft"/"weights.json")["trained"] != folder_fingerprint(model):
-        return None
     found = manifest["settings"] | {"max_steps": report["max_steps"], "files": sorted(manifest["inputs"].values())}
     wanted = asdict(config) | {"max_steps": max_steps, "files": sorted(map(sha256_file, inputs_of(config)))}
     wanted |= {"precision": found["precision"]} if config.precision == "measured" else {}
-    if differ := sorted(name for name, value in wanted.items() if found.get(name) != value):
-        raise ValueError(f"{run_dir}: a finished training with other settings ({', '.join(differ)}) is there; give this run another name, or delete the folder")
-    log.info("%s: finished before; nothing to do", run_dir)
+    refuse_other(run_dir, found, wanted)
     means = score_means(stage_table(run_dir, "sft", "heldout"))
     return pl.concat([means.filter(pl.col("system") == row["system"]) for row in report["heldout"]])
 

@@ -29,7 +29,6 @@ import polars as pl
 from .advantages import group_advantages, shpo_loss
 from memloc.artifacts import (
     Stage,
-    changed_outputs,
     read_json,
     replacing,
     stage_manifest,
@@ -57,11 +56,14 @@ from memloc.sft import (
     heldout_figures,
     id_scores,
     load_network,
+    put_folder,
     reader_of,
+    refuse_other,
     sample_tokens,
     save_model,
     start_folder,
     train_network,
+    trained_whole,
 )
 from .toy import ToyTask, toy_samples
 
@@ -82,6 +84,7 @@ class ShpoConfig:
     algorithm: str = "shpo"        # one of ALGORITHMS
     n_queries: int = 640           # in each stage, at least queries_per_step (the paper: 6,000)
     n_heldout: int = 300           # of each held-out set, at least 1
+    heldout_draws: int = 1         # drawn replies to a held-out sample, beside the most probable one; 0: none
     n_stages: int = 3              # at least 1 (the paper: 3)
     steps_per_stage: int = 20      # at least 1 (the paper: 60)
     queries_per_step: int = 32     # at least 1 (not in the paper)
@@ -101,7 +104,7 @@ class ShpoConfig:
         for name, known in (("algorithm", ALGORITHMS), ("data", ("toy", "notes"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(known)}")
-        for name, least in (("n_heldout", 1), ("n_stages", 1), ("steps_per_stage", 1), ("queries_per_step", 1), ("group_size", 2), ("max_tokens", 8),
+        for name, least in (("n_heldout", 1), ("heldout_draws", 0), ("n_stages", 1), ("steps_per_stage", 1), ("queries_per_step", 1), ("group_size", 2), ("max_tokens", 8),
                             ("micro_batch_size", 1), ("frozen_layers", 0), ("seed", 0), ("kl_coef", 0), ("eta_homo", 0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
@@ -127,7 +130,7 @@ class ShpoConfig:
 # %% ../nbs/05_shpo.ipynb #d0b6c9bd
 SHPO_PROFILES = {
     "sample": ShpoConfig(),
-    "small": ShpoConfig("notes", "notes", n_queries=72, n_heldout=200, steps_per_stage=12, queries_per_step=6, learning_rate=3e-5, max_tokens=64,
+    "small": ShpoConfig("notes", "notes", n_queries=72, n_heldout=200, heldout_draws=0, steps_per_stage=12, queries_per_step=6, learning_rate=3e-5, max_tokens=64,
                         micro_batch_size=16, frozen_layers=10),
 }
 
@@ -576,12 +579,14 @@ def heldout_rewards(
     samples: Sequence[LocatingSample],
     config: ShpoConfig,
 ) -> pl.DataFrame:              # one row a sample
-    "Rewards and id scores of the policy's most probable replies, and rewards of drawn ones."
+    "Rewards and id scores of the policy's most probable replies, and mean rewards of drawn ones."
     served = LocalModel(str(reader.folder), device=str(network.device), batch_size=64 if config.data == "toy" else 16)
     served.tokenizer, served.model = reader.tokenizer, network
-    preset, rows = reward_preset(config.reward), []
-    drawn = [each.reward.total for start in range(0, len(samples), served.batch_size)
-             for each in roll_out(network, reader, samples[start:start + served.batch_size], HintBook(), config, seed=start, group_size=1)]
+    preset, rows, drawn = reward_preset(config.reward), [], [None]*len(samples)
+    if config.heldout_draws:
+        rewards = [each.reward.total for start in range(0, len(samples), served.batch_size)
+                   for each in roll_out(network, reader, samples[start:start + served.batch_size], HintBook(), config, start, config.heldout_draws)]
+        drawn = np.reshape(rewards, (len(samples), config.heldout_draws)).mean(1).tolist()
     replies = served.chat([sample.messages for sample in samples], Sampling(max_tokens=config.max_tokens))
     for sample, reply, other in zip(samples, replies, drawn, strict=True):
         text = reply.text if isinstance(reply, Reply) else ""
@@ -592,9 +597,9 @@ def heldout_rewards(
         rows.append({"system": system, "sample_id": sample.sample_id, "source": sample.source, "n_hops": sample.n_hops, "reward": reward.total,
                      "reward_drawn": other, **scores,
                      "well_formed": reward.form, "answer": reward.answer, "n_tokens": float(getattr(reply, "n_completion_tokens", 0)), "reply": text})
-    return pl.DataFrame(rows)
+    return pl.DataFrame(rows, schema_overrides={"reward_drawn": pl.Float64})
 
-
+# %% ../nbs/05_shpo.ipynb #b25daa7a
 SHPO_SCORES = ("reward", "reward_drawn", "precision", "recall", "f1", "exact", "well_formed", "answer", "n_tokens")
 
 
@@ -715,12 +720,10 @@ def finished_shpo(
     until: int | None = None,
 ) -> pl.DataFrame | None:      # held-out means; None: not finished
     "What a finished run found; one with other settings is refused."
-    if not (run_dir/"shpo"/"manifest.json").is_file() or changed_outputs(run_dir, "shpo") or not any((run_dir/"shpo"/"model").glob("*.safetensors")):
+    if not trained_whole(run_dir, "shpo"):
         return None
-    found = stage_manifest(run_dir, "shpo")["settings"] | {"until": read_json(run_dir/"shpo"/"report.json")["until"]}
-    if differ := sorted(name for name, value in (asdict(config) | {"until": until}).items() if found.get(name) != value):
-        raise ValueError(f"{run_dir}: a finished training with other settings ({', '.join(differ)}) is there; give this run another name, or delete the folder")
-    log.info("%s: finished before; nothing to do", run_dir)
+    refuse_other(run_dir, stage_manifest(run_dir, "shpo")["settings"] | {"until": read_json(run_dir/"shpo"/"report.json")["until"]},
+                 asdict(config) | {"until": until})
     return heldout_means(stage_table(run_dir, "shpo", "heldout"))
 
 # %% ../nbs/05_shpo.ipynb #ed6080ce
@@ -734,8 +737,7 @@ def save_policy(
     shutil.rmtree(work, ignore_errors=True)
     network.save_pretrained(work)
     reader.tokenizer.save_pretrained(work)
-    shutil.rmtree(target, ignore_errors=True)
-    os.rename(work, target)
+    put_folder(work, target)
 
 
 def write_shpo(
@@ -754,13 +756,14 @@ def write_shpo(
     stage.table("rollouts", read_rollouts(work), ["stage", "step", "number"])
     if told.height:
         stage.table("hints", told, ["stage", "sample_id"])
+    stage.json("weights", {"start": dict(start), "trained": folder_fingerprint(stage.folder/"model")})
     stage.json("report", {"date": datetime.date.today().isoformat(), "until": until, "heldout": means.to_dicts(), "hints": len(book.hints),
-                          "rejected": book.rejected, "start": dict(start)})
+                          "rejected": book.rejected})
     stage.figure("curves", plot_shpo(steps, told))
     stage.count(steps=steps.height, hints=len(book.hints), rejected=sum(book.rejected.values()))
     return means
 
-
+# %% ../nbs/05_shpo.ipynb #0cb9d91d
 def run_shpo(
     config: ShpoConfig,
     run_dir: str | Path,
@@ -776,11 +779,11 @@ def run_shpo(
         forget_false_start(work)
         claim(work, settings=asdict(config), until=until)
         with Stage(run_dir, "shpo", config, [config.dialogue] if config.dialogue else []) as stage:
+            train, sets = shpo_samples(config)  # before anything long: wrong data are an error at once
             start = cold_start(config.policy, work/"start", config.seed) if config.policy in LESSONS else Path(config.policy)
             reader, frozen = reader_of(str(start)), SFTConfig(frozen_layers=config.frozen_layers)
             claim(work, start=folder_fingerprint(reader.folder))
             network, reference = load_network(reader, frozen).eval(), load_network(reader, SFTConfig()).eval().requires_grad_(False)
-            train, sets = shpo_samples(config)
             rows = [heldout_once("start", reference, reader, sets, config, work)]
             _, book, told = train_steps(network, reference, reader, train, config, work, until)
             save_policy(network, reader, target)
@@ -848,12 +851,13 @@ def keep_shpo(
         paired.append(differences)
         if part["seed"].n_unique() > 1:
             told = [over_seeds(part, against, other, metric) for other in part["system"].unique(maintain_order=True) if other != against
-                    for metric in ("reward", "f1", "exact")]
+                    for metric in ("reward", "reward_drawn", "f1", "exact") if part[metric].null_count() < part.height]
             paired.append(pl.DataFrame(told).with_columns(dataset=pl.lit(label), date=pl.lit(date), commit=pl.lit(commits[0])))
     for table, file in ((pl.concat(figures), path), (pl.concat(paired, how="diagonal_relaxed"), path.with_name(f"{path.stem}-paired.csv"))):
         with replacing(file) as temporary:
             table.write_csv(temporary)
-    kept = [{"settings": each["settings"], "inputs": each["inputs"], "report": report, "log": stage_table(run, "shpo", "log").to_dicts()}
+    kept = [{"settings": each["settings"], "inputs": each["inputs"], "weights": read_json(Path(run)/"shpo"/"weights.json"), "report": report,
+             "log": stage_table(run, "shpo", "log").to_dicts()}
             for run, each, report in zip(runs, manifests, reports, strict=True)]
     write_json({"commit": commits[0], "date": date, "runs": kept}, path.with_suffix(".json"))
     return sum(map(len, figures))

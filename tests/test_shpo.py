@@ -13,6 +13,8 @@ import torch
 
 from memloc import shpo
 from memloc.artifacts import read_json, stage_table
+from memloc.hints import HintBook
+from memloc.results import read_rows, shpo_markdown
 from memloc.rewards import Reward
 from memloc.sft import SFTConfig, load_network, reader_of
 from memloc.shpo import (
@@ -271,6 +273,9 @@ class TestRun:
         assert run_shpo(config, tmp_path / "run").equals(means) and (folder / "manifest.json").stat().st_mtime_ns == stamp
         with pytest.raises(ValueError, match="learning_rate.*another name"):
             run_shpo(replace(config, learning_rate=1e-3), tmp_path / "run")
+        network = load_network(reader_of(str(start)), SFTConfig())
+        network.save_pretrained(folder / "model")  # other weights than those that were measured
+        assert finished_shpo(tmp_path / "run", config) is None
         (folder / "model/model.safetensors").unlink()
         assert finished_shpo(tmp_path / "run", config) is None
 
@@ -300,6 +305,20 @@ class TestRun:
         kept = pl.read_csv(tmp_path / "kept.csv").filter(pl.col("metric") == "reward", pl.col("split") == "test")
         for name, value in kept.select("system", "value").iter_rows():
             assert value == pytest.approx(100 * rows.filter(pl.col("system") == name)["reward"].mean(), abs=0.01)
+        table = shpo_markdown(read_rows(tmp_path / "kept.csv"), read_rows(tmp_path / "kept-paired.csv"))
+        (value,) = paired.filter(pl.col("split") == "seeds", pl.col("metric") == "reward", pl.col("against") == "grpo")["difference"]
+        means = rows.group_by("seed", "system").agg(pl.col("reward").mean()).group_by("system").agg(pl.col("reward").mean())
+        assert value == pytest.approx(100 * (means.filter(system="shpo")["reward"][0] - means.filter(system="grpo")["reward"][0]), abs=1e-6)
+        assert f"| *shpo − grpo, 2 seeds* | {value:+.1f} [" in table and "| toy, n = 12: start |" in table and "Seeds 1, 2;" in table
+
+    def test_drawn_replies_are_left_out_or_averaged(self, reader):
+        network, _ = networks(reader)
+        samples = toy_samples(ToyTask(), 5, seed=5)
+        none, four = (shpo.heldout_rewards("start", network, reader, samples, replace(TINY, heldout_draws=n)) for n in (0, 4))
+        assert none["reward_drawn"].null_count() == 5 and none.schema["reward_drawn"] == pl.Float64
+        drawn = shpo.roll_out(network, reader, samples, HintBook(), TINY, 0, 4)
+        assert four["reward_drawn"].to_list() == pytest.approx([np.mean([each.reward.total for each in drawn[4*i:4*i + 4]]) for i in range(5)])
+        assert none.drop("reward_drawn").equals(four.drop("reward_drawn"))
 
     def test_curves_with_and_without_hints(self, reader, tmp_path):
         network, reference = networks(reader)
