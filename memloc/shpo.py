@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['log', 'ALGORITHMS', 'SHPO_PROFILES', 'HINTS', 'LESSONS', 'Group', 'SHPO_SCORES', 'DIALOGUE_WORDS', 'ShpoConfig',
            'shpo_profile', 'toy_hint', 'careless', 'toy_lessons', 'cold_start', 'pad_token', 'left_padded',
-           'read_prompts', 'draw_replies', 'Batch', 'batch_of', 'log_probabilities', 'Rollout', 'roll_out', 'pieces_of',
+           'side_by_side', 'draw_replies', 'Batch', 'batch_of', 'log_probabilities', 'Rollout', 'roll_out', 'pieces_of',
            'update', 'save_state', 'load_state', 'queries_of_step', 'step_row', 'rollout_rows', 'last_groups',
            'write_hints', 'one_step', 'keep_step', 'read_steps', 'read_rollouts', 'read_hints', 'heldout_rewards',
            'heldout_means', 'heldout_once', 'train_steps', 'smooth', 'plot_shpo', 'shpo_samples', 'finished_shpo',
@@ -231,19 +231,21 @@ def left_padded(
     return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
 
 
-def read_prompts(
-    network: Any,
-    tokens: Any,        # (n, longest), left-padded
-    mask: Any,          # (n, longest)
+def side_by_side(
+    prompt_mask: Any,   # tensor (n, longest prompt): 1 where there is a token
+    n_steps: int,       # tokens of each reply, at least 0
     group_size: int,
-) -> tuple[Any, Any]:   # the cache, each prompt group_size times; scores of the next token, (n*group_size, 1, vocabulary)
-    "Read each prompt once, for a whole group of replies."
-    from transformers import DynamicCache
+    dtype: Any,         # of the scores it is added to
+) -> Any:               # tensor (n, 1, size, size), size = longest prompt + n_steps*group_size: 0 where a token may look, else very small
+    "A reply sees its prompt and itself; replies lie in turn: the first token of each, then the second of each."
+    import torch
 
-    cache = DynamicCache(config=network.config)
-    logits = network(tokens, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), past_key_values=cache, logits_to_keep=1).logits
-    cache.batch_repeat_interleave(group_size)
-    return cache, logits.repeat_interleave(group_size, 0)
+    place = torch.arange(n_steps*group_size, device=prompt_mask.device)
+    there = torch.cat([prompt_mask.bool(), prompt_mask.new_ones(len(prompt_mask), len(place), dtype=torch.bool)], 1)
+    sees = torch.ones(there.shape[1], there.shape[1], dtype=torch.bool, device=there.device).tril()
+    sees[prompt_mask.shape[1]:, prompt_mask.shape[1]:] &= place[:, None]%group_size == place%group_size
+    hidden = ~(sees & there[:, None])[:, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=there.device).masked_fill(hidden, torch.finfo(dtype).min)
 
 # %% ../nbs/05_shpo.ipynb #6f41ef4d
 def draw_replies(
@@ -257,16 +259,25 @@ def draw_replies(
 ) -> list[list[int]]:                 # n*group_size replies, those of a prompt together; the end token is part of a reply
     "Answer each prompt several times."
     import torch
+    from transformers import DynamicCache
 
-    pad, end = pad_token(reader), end_of_turn(reader.tokenizer)
+    pad, end, cache, drawn = pad_token(reader), end_of_turn(reader.tokenizer), DynamicCache(config=network.config), []
     tokens, mask = left_padded(prompts, pad, network.device)
+    ended = torch.zeros(len(prompts), group_size, dtype=torch.bool, device=network.device)
     with torch.inference_mode(), torch.random.fork_rng(devices=[network.device] if network.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        cache = read_prompts(network, tokens[:, :-1], mask[:, :-1], group_size)[0] if tokens.shape[1] > 1 else None
-        tokens, mask = (each.repeat_interleave(group_size, 0) for each in (tokens, mask))
-        made = network.generate(tokens, attention_mask=mask, past_key_values=cache, do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
-                                pad_token_id=pad, eos_token_id=end, max_new_tokens=max_tokens)
-    rows = made[:, tokens.shape[1]:].tolist()
+        places = (mask.cumsum(-1) - 1).clamp(min=0)
+        scores = network(tokens, attention_mask=mask, position_ids=places, past_key_values=cache, logits_to_keep=1).logits.expand(-1, group_size, -1)
+        while True:
+            chances = (scores.float()/temperature).softmax(-1)
+            drawn.append(torch.multinomial(chances.flatten(0, 1), 1).view(-1, group_size).masked_fill(ended, pad))
+            ended |= drawn[-1] == end
+            if ended.all() or len(drawn) == max_tokens:
+                break
+            sees = side_by_side(mask, len(drawn), group_size, network.dtype)[:, :, -group_size:]
+            places = (mask.sum(1, keepdim=True) + len(drawn) - 1).expand(-1, group_size)
+            scores = network(drawn[-1], attention_mask=sees, position_ids=places, past_key_values=cache).logits
+    rows = torch.stack(drawn, -1).flatten(0, 1).tolist()
     return [row[:row.index(end) + 1] if end in row else row for row in rows]
 
 # %% ../nbs/05_shpo.ipynb #e95db4a6
@@ -302,15 +313,16 @@ def log_probabilities(
     "Log-probability of each token of each reply."
     import torch
 
-    group_size, width = len(batch.replies)//len(batch.prompts), batch.replies.shape[1]
-    cache, logits = read_prompts(network, batch.prompts, batch.prompt_mask, group_size)
-    if width > 1:
-        before = batch.prompt_mask.repeat_interleave(group_size, 0)
-        places = before.sum(1, keepdim=True) + torch.arange(width - 1, device=before.device)
-        attention = torch.cat([before, batch.mask[:, :-1].to(before.dtype)], 1)
-        later = network(batch.replies[:, :-1], attention_mask=attention, position_ids=places, past_key_values=cache).logits
-        logits = torch.cat([logits, later], 1)
-    logits = logits.float()/temperature
+    n, steps = len(batch.prompts), batch.replies.shape[1] - 1  # the last token of a reply predicts nothing
+    group_size = len(batch.replies)//n
+    behind = batch.replies[:, :-1].view(n, group_size, steps).transpose(1, 2).flatten(1)
+    sees = side_by_side(batch.prompt_mask, steps, group_size, network.dtype)
+    places = batch.prompt_mask.sum(1, keepdim=True) + torch.arange(steps, device=sees.device).repeat_interleave(group_size)
+    places = torch.cat([(batch.prompt_mask.cumsum(-1) - 1).clamp(min=0), places], 1)
+    logits = network(torch.cat([batch.prompts, behind], 1), attention_mask=sees, position_ids=places, use_cache=False,
+                     logits_to_keep=1 + steps*group_size).logits
+    starts, rest = logits[:, :1].expand(-1, group_size, -1)[:, None], logits[:, 1:].unflatten(1, (steps, group_size))
+    logits = torch.cat([starts, rest], 1).transpose(1, 2).flatten(0, 1).float()/temperature
     return logits.gather(-1, batch.replies.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 # %% ../nbs/05_shpo.ipynb #5dc4f816

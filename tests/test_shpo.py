@@ -119,6 +119,14 @@ class TestSharedPrompts:
         share, p = firsts.count(likely) / 400, float(expected[likely])
         assert abs(share - p) < 4 * np.sqrt(p * (1 - p) / 400)
 
+    def test_cold_draws_are_the_most_probable_replies(self, reader):
+        network, _ = networks(reader)
+        prompts = [reader.encode(each.messages) for each in toy_samples(ToyTask(), 4, seed=3)]
+        drawn, end = draw_replies(network, reader, prompts, 3, 30, 1e-4, seed=1), shpo.end_of_turn(reader.tokenizer)
+        for i, prompt in enumerate(prompts):
+            row = network.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=30, eos_token_id=end, pad_token_id=end)[0, len(prompt):].tolist()
+            assert drawn[3 * i:3 * i + 3] == [row] * 3
+
     def test_draws_repeat_with_the_seed_and_end_with_their_end(self, reader):
         network, _ = networks(reader)
         prompts = [reader.encode(each.messages) for each in toy_samples(ToyTask(), 3, seed=3)]
@@ -328,6 +336,13 @@ class TestRun:
             axes = plot_shpo(steps, table).axes
             assert len(axes) == 5
         assert [bar.get_width() for bar in plot_shpo(steps, told).axes[4].patches] == [1, 1, 1]
+
+
+@pytest.mark.long
+def test_over_five_seeds_the_held_out_reward_rises(tmp_path):
+    "Twelve minutes: `pytest -m long`."
+    rows = shpo.compare(ShpoConfig(), tmp_path, algorithms=("shpo",))
+    assert rows["seed"].n_unique() == 5 and over_seeds(rows, "shpo", "start")["low"] > 0
 
 
 def test_interval_over_seeds_is_students():
