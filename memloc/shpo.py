@@ -869,8 +869,10 @@ def keep_shpo(
     for table, file in ((pl.concat(figures), path), (pl.concat(paired, how="diagonal_relaxed"), path.with_name(f"{path.stem}-paired.csv"))):
         with replacing(file) as temporary:
             table.write_csv(temporary)
-    kept = [{"settings": each["settings"], "inputs": each["inputs"], "weights": read_json(Path(run)/"shpo"/"weights.json"), "report": report,
-             "log": stage_table(run, "shpo", "log").to_dicts()}
-            for run, each, report in zip(runs, manifests, reports, strict=True)]
+    kept = []
+    for run, each, report in zip(runs, manifests, reports, strict=True):
+        names = {name: Path(each["settings"][name]).name for name in ("policy", "dialogue")}  # folders differ from machine to machine
+        kept.append({"settings": each["settings"] | names, "inputs": each["inputs"], "weights": read_json(Path(run)/"shpo"/"weights.json"), "report": report,
+                     "log": stage_table(run, "shpo", "log").to_dicts()})
     write_json({"commit": commits[0], "date": date, "runs": kept}, path.with_suffix(".json"))
     return sum(map(len, figures))
