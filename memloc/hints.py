@@ -305,10 +305,10 @@ class HintBook:
     ) -> str | None:     # a key of REJECTIONS; None: taken
         "Take a hint, unless it tells too much."
         line = hint_line(text)
-        if reason := leak_of(line, sample):
+        old = self.hints.get(sample.sample_id, "") if self.place == "append" else ""
+        if reason := leak_of(line, sample) or leak_of(joined(old, line), sample):
             self.rejected[reason] = self.rejected.get(reason, 0) + 1
         else:
-            old = self.hints.get(sample.sample_id, "") if self.place == "append" else ""
             self.hints[sample.sample_id] = joined(old, line)
         return reason
 

@@ -745,7 +745,6 @@ def refuse_other(
     "A finished training stands for its own settings only."
     if differ := sorted(name for name, value in wanted.items() if found.get(name) != value):
         raise ValueError(f"{run_dir}: a finished training with other settings ({', '.join(differ)}) is there; give this run another name, or delete the folder")
-    log.info("%s: finished before; nothing to do", run_dir)
 
 
 def finished(
@@ -761,6 +760,7 @@ def finished(
     wanted = asdict(config) | {"max_steps": max_steps, "files": sorted(map(sha256_file, inputs_of(config)))}
     wanted |= {"precision": found["precision"]} if config.precision == "measured" else {}
     refuse_other(run_dir, found, wanted)
+    log.info("%s: finished before; nothing to do", run_dir)
     means = score_means(stage_table(run_dir, "sft", "heldout"))
     return pl.concat([means.filter(pl.col("system") == row["system"]) for row in report["heldout"]])
 

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['log', 'ALGORITHMS', 'SHPO_PROFILES', 'HINTS', 'LESSONS', 'Group', 'SHPO_SCORES', 'DIALOGUE_WORDS', 'NOTES',
-           'ShpoConfig', 'shpo_profile', 'toy_hint', 'careless', 'toy_lessons', 'cold_start', 'pad_token',
+           'HINT_ROOM', 'ShpoConfig', 'shpo_profile', 'toy_hint', 'careless', 'toy_lessons', 'cold_start', 'pad_token',
            'left_padded', 'side_by_side', 'draw_replies', 'Batch', 'batch_of', 'log_probabilities', 'Rollout',
            'roll_out', 'pieces_of', 'update', 'save_state', 'load_state', 'queries_of_step', 'step_row', 'rollout_rows',
            'last_groups', 'write_hints', 'one_step', 'keep_step', 'read_steps', 'read_rollouts', 'read_hints',
            'heldout_rewards', 'heldout_means', 'heldout_once', 'train_steps', 'smooth', 'plot_shpo', 'shpo_samples',
-           'finished_shpo', 'save_policy', 'write_shpo', 'run_shpo', 'compare', 'over_seeds', 'keep_shpo']
+           'finished_shpo', 'save_policy', 'write_shpo', 'refuse_unfit', 'run_shpo', 'compare', 'over_seeds',
+           'keep_shpo']
 
 # %% ../nbs/05_shpo.ipynb #66a894ae
 import datetime
@@ -31,12 +32,14 @@ from memloc.artifacts import (
     Stage,
     read_json,
     replacing,
+    sha256_file,
     stage_manifest,
     stage_table,
     write_json,
 )
-from .chat import Reply, Sampling
+from .chat import LLMError, Reply, Sampling, reply_or_raise
 from .data import load
+from .encoders import key_of
 from .hints import HintBook, contrast, hint_messages, with_hint
 from .ids import parse_reply
 from .llm import LocalModel, folder_fingerprint
@@ -82,7 +85,7 @@ class ShpoConfig:
     data: str = "toy"              # "toy" or "notes"
     dialogue: str = ""             # a LoCoMo file whose development conversations are a second held-out set; "": none
     algorithm: str = "shpo"        # one of ALGORITHMS
-    n_queries: int = 640           # in each stage, at least queries_per_step (the paper: 6,000)
+    n_queries: int = 640           # that a stage draws from, at least queries_per_step (the paper: 6,000)
     n_heldout: int = 300           # of each held-out set, at least 1
     heldout_draws: int = 1         # drawn replies to a held-out sample, beside the most probable one; 0: none
     n_stages: int = 3              # at least 1 (the paper: 3)
@@ -92,7 +95,7 @@ class ShpoConfig:
     learning_rate: float = 3e-4    # above 0 (the paper: 1e-6)
     kl_coef: float = 0.01          # price of the distance to the start, at least 0 (App. F)
     eta_homo: float = 0.5          # weight of homogeneous queries, in [0, 1] (Eq. 26; no value in the paper)
-    clip: float = 0.2              # epsilon of the objective, above 0 (not in the paper)
+    clip: float = 0.2              # epsilon of the objective, above 0 (not in the paper); without effect at one update a step
     temperature: float = 1.0       # of the rollouts, above 0 (not in the paper)
     max_tokens: int = 56           # longest reply, at least 8
     reward: str = "memloc"         # a preset of `memloc.rewards`
@@ -113,6 +116,8 @@ class ShpoConfig:
                 raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}")
         if self.eta_homo > 1:
             raise ValueError(f"eta_homo must lie between 0 and 1, not {self.eta_homo}")
+        if self.policy in ("toy", "notes") and self.policy != self.data:
+            raise ValueError(f"policy {self.policy!r} had its cold start on other prompts than those of data {self.data!r}; give both the same word, or a model folder")
         if self.queries_per_step > self.n_queries:
             raise ValueError(f"queries_per_step {self.queries_per_step} is more than there are queries: {self.n_queries}")
         reward_preset(self.reward)
@@ -350,10 +355,12 @@ def roll_out(
     size = group_size or config.group_size
     replies = draw_replies(network, reader, prompts, size, config.max_tokens, config.temperature, seed)
     preset, found, end = reward_preset(config.reward), [], end_of_turn(reader.tokenizer)
+    special = set(reader.tokenizer.all_special_ids)
     for place, reply in enumerate(replies):
-        sample, prompt = samples[place//size], prompts[place//size]
-        text = reader.tokenizer.decode(reply, skip_special_tokens=True)
-        reward = score_reply(text, len(sample.segments), sample.gold, sample.answer, preset, cut=reply[-1] != end)
+        sample, prompt, body = samples[place//size], prompts[place//size], reply[:-1] if reply[-1] == end else reply
+        text = reader.tokenizer.decode(body)
+        read = "" if special.intersection(body) else text  # the locator would stop there, or not see it: worth nothing
+        reward = score_reply(read, len(sample.segments), sample.gold, sample.answer, preset, cut=reply[-1] != end)
         found.append(Rollout(sample, prompt, reply, text, reward))
     return found
 
@@ -601,14 +608,15 @@ def heldout_rewards(
         drawn = np.reshape(rewards, (len(samples), config.heldout_draws)).mean(1).tolist()
     replies = served.chat([sample.messages for sample in samples], Sampling(max_tokens=config.max_tokens))
     for sample, reply, other in zip(samples, replies, drawn, strict=True):
-        text = reply.text if isinstance(reply, Reply) else ""
-        reward = score_reply(text, len(sample.segments), sample.gold, sample.answer, preset)
+        said = Reply("") if isinstance(reply, LLMError) and reply.kind == "empty" else reply_or_raise(reply)
+        text, cut = said.text, said.finish_reason == "length"
+        reward = score_reply(text, len(sample.segments), sample.gold, sample.answer, preset, cut)
         named = parse_reply(text, range(1, len(sample.segments) + 1))
         lost = named.status == "parse failure"
         scores = dict.fromkeys(("precision", "recall", "f1", "exact"), 0.0) if lost else id_scores(named.ids, sample.gold)
         rows.append({"system": system, "sample_id": sample.sample_id, "source": sample.source, "n_hops": sample.n_hops, "reward": reward.total,
                      "reward_drawn": other, **scores,
-                     "well_formed": reward.form, "answer": reward.answer, "n_tokens": float(getattr(reply, "n_completion_tokens", 0)), "reply": text})
+                     "well_formed": reward.form, "answer": reward.answer, "n_tokens": float(said.n_completion_tokens), "reply": text})
     return pl.DataFrame(rows, schema_overrides={"reward_drawn": pl.Float64})
 
 # %% ../nbs/05_shpo.ipynb #b25daa7a
@@ -733,10 +741,19 @@ def finished_shpo(
     until: int | None = None,
 ) -> pl.DataFrame | None:      # held-out means; None: not finished
     "What a finished run found; one with other settings is refused."
+    folder, start = run_dir/"shpo", Path(config.policy)
+    if not (folder/"manifest.json").is_file():
+        return None
+    manifest = stage_manifest(run_dir, "shpo")
+    found = manifest["settings"] | {"files": sorted(manifest["inputs"].values())}
+    wanted = asdict(config) | {"files": [sha256_file(config.dialogue)] if config.dialogue else []}
+    if (folder/"report.json").is_file() and (folder/"weights.json").is_file():
+        found |= {"until": read_json(folder/"report.json")["until"], "start": read_json(folder/"weights.json")["start"]}
+        wanted |= {"until": until, "start": folder_fingerprint(start) if start.is_dir() else found["start"]}
+    refuse_other(run_dir, found, wanted)
     if not trained_whole(run_dir, "shpo"):
         return None
-    refuse_other(run_dir, stage_manifest(run_dir, "shpo")["settings"] | {"until": read_json(run_dir/"shpo"/"report.json")["until"]},
-                 asdict(config) | {"until": until})
+    log.info("%s: finished before; nothing to do", run_dir)
     return heldout_means(stage_table(run_dir, "shpo", "heldout"))
 
 # %% ../nbs/05_shpo.ipynb #ed6080ce
@@ -776,6 +793,36 @@ def write_shpo(
     stage.count(steps=steps.height, hints=len(book.hints), rejected=sum(book.rejected.values()))
     return means
 
+# %% ../nbs/05_shpo.ipynb #55f33e54
+HINT_ROOM = 48  # tokens that a hint may add to a prompt
+
+
+def refuse_unfit(
+    network: Any,
+    reader: LocalModel,
+    samples: Sequence[LocatingSample],
+    config: ShpoConfig,
+) -> None:
+    "Refuse prompts that are too long, and models that read replies differently side by side and alone."
+    import torch
+
+    prompts = [reader.encode(each.messages) for each in samples]
+    sample, prompt = max(zip(samples, prompts), key=lambda pair: len(pair[1]))
+    if len(prompt) + HINT_ROOM + config.max_tokens > reader.context:
+        raise ValueError(f"sample {sample.sample_id}: {len(prompt)} tokens of prompt, {HINT_ROOM} for a hint and max_tokens={config.max_tokens} exceed the "
+                         f"{reader.context} that {reader.folder} reads; lower max_tokens, or take a model with a longer context")
+    replies, kind = [prompt[-12:], prompt[-24:-12]], type(network).__name__  # any tokens will do
+    try:
+        with torch.inference_mode():
+            shared = log_probabilities(network, batch_of([prompt], replies, pad_token(reader), network.device))
+            whole = torch.tensor([prompt + reply for reply in replies], device=network.device)
+            alone = network(whole).logits[:, -13:-1].float().log_softmax(-1).gather(-1, whole[:, -12:, None])[..., 0]
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(f"{kind} cannot read replies side by side behind one prompt ({error}); take a model with full attention, or the engine verl") from error
+    if (far := float((shared - alone).abs().max())) > 0.05:
+        raise ValueError(f"{kind} reads replies side by side differently from alone, by {far:.2f} nats (a sliding window?); "
+                         "take a model with full attention, or the engine verl")
+
 # %% ../nbs/05_shpo.ipynb #0cb9d91d
 def run_shpo(
     config: ShpoConfig,
@@ -793,10 +840,13 @@ def run_shpo(
         claim(work, settings=asdict(config), until=until)
         with Stage(run_dir, "shpo", config, [config.dialogue] if config.dialogue else []) as stage:
             train, sets = shpo_samples(config)  # before anything long: wrong data are an error at once
+            claim(work, samples={name: key_of({"samples": [[each.sample_id, each.messages, each.gold, each.answer] for each in part]})
+                                 for name, part in {"train": train, **sets}.items()})
             start = cold_start(config.policy, work/"start", config.seed) if config.policy in LESSONS else Path(config.policy)
             reader, frozen = reader_of(str(start)), SFTConfig(frozen_layers=config.frozen_layers)
             claim(work, start=folder_fingerprint(reader.folder))
             network, reference = load_network(reader, frozen).eval(), load_network(reader, SFTConfig()).eval().requires_grad_(False)
+            refuse_unfit(reference, reader, [*train, *(each for part in sets.values() for each in part)], config)
             rows = [heldout_once("start", reference, reader, sets, config, work)]
             _, book, told = train_steps(network, reference, reader, train, config, work, until)
             save_policy(network, reader, target)

@@ -347,3 +347,11 @@ class TestBook:
             toy = draw_sample(ToyTask(), 5, rng)
             shuffled = " ".join(random.Random(3).sample(toy.target.split(), len(toy.target.split())))
             assert HintBook().offer(toy, toy.target) and HintBook().offer(toy, shuffled)
+
+
+def test_two_safe_hints_do_not_add_up_to_the_answer():
+    sample = dataclasses.replace(SAMPLE, answer="the second week")
+    book = HintBook(place="append")
+    assert book.offer(sample, "Prefer the week.") is None
+    assert book.offer(sample, "Think a second time.") == "answer"
+    assert book.hints[sample.sample_id] == "Prefer the week."

@@ -294,12 +294,58 @@ class TestRun:
         with pytest.raises(ValueError, match="unfinished training with other settings .seed"):
             run_shpo(replace(TINY, policy=str(start), seed=1), tmp_path / "run")
 
+    def test_a_finished_run_is_not_replaced_by_one_with_other_settings(self, start, tmp_path):
+        config = replace(TINY, policy=str(start), n_stages=1, steps_per_stage=1)
+        run_shpo(config, tmp_path / "run")
+        (tmp_path / "run/shpo/curves.png").unlink()
+        with pytest.raises(ValueError, match="finished training with other settings .seed"):
+            run_shpo(replace(config, seed=5), tmp_path / "run")
+        other = shutil.copytree(start, tmp_path / "other")
+        network = load_network(reader_of(str(other)), SFTConfig())
+        with torch.no_grad():
+            next(network.parameters()).add_(0.1)
+        network.save_pretrained(other)
+        shutil.copytree(tmp_path / "run", tmp_path / "moved")
+        with pytest.raises(ValueError, match="other settings .policy, start"):
+            run_shpo(replace(config, policy=str(other)), tmp_path / "moved")
+
+    def test_models_and_prompts_that_do_not_fit_are_refused(self, reader):
+        from transformers import (
+            BloomConfig,
+            BloomForCausalLM,
+            LlamaConfig,
+            LlamaForCausalLM,
+            MistralConfig,
+            MistralForCausalLM,
+        )
+
+        samples, size = toy_samples(ToyTask(), 3, seed=3), len(reader.tokenizer)
+        shape = {"vocab_size": size, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+                 "initializer_range": 0.5}
+        torch.manual_seed(1)
+        shpo.refuse_unfit(LlamaForCausalLM(LlamaConfig(**shape)).eval(), reader, samples, TINY)
+        with pytest.raises(ValueError, match=r"MistralForCausalLM.*sliding window"):
+            shpo.refuse_unfit(MistralForCausalLM(MistralConfig(**shape, sliding_window=16)).eval(), reader, samples, TINY)
+        with pytest.raises(ValueError, match=r"BloomForCausalLM.*engine verl"):
+            shpo.refuse_unfit(BloomForCausalLM(BloomConfig(vocab_size=size, hidden_size=32, n_layer=2, n_head=2)).eval(), reader, samples, TINY)
+        with pytest.raises(ValueError, match=r"toy/.*lower max_tokens"):
+            shpo.refuse_unfit(networks(reader)[0], reader, samples, replace(TINY, max_tokens=reader.context))
+
+    def test_a_reply_with_a_special_token_inside_is_worth_nothing(self, reader, monkeypatch):
+        (sample,) = toy_samples(ToyTask(negatives=0), 1, seed=5)
+        good, end = reader.tokenizer(sample.target, add_special_tokens=False).input_ids, shpo.end_of_turn(reader.tokenizer)
+        for place, worth in ((None, 1.0), (0, 0.0), (len(good) // 2, 0.0), (len(good), 0.0)):
+            body = good if place is None else [*good[:place], pad_token(reader), *good[place:]]
+            monkeypatch.setattr(shpo, "draw_replies", lambda *_, body=body: [[*body, end]])
+            (rollout,) = shpo.roll_out(None, reader, [sample], HintBook(), TINY, 0, 1)
+            assert rollout.reward.total == worth, place
+
     def test_held_out_samples_are_not_trained_on(self):
         for config in (TINY, replace(TINY, data="notes", policy="notes")):
             train, sets = shpo_samples(config)
             held = sets[config.data]
             assert (len(train), len(held)) == (8, 6)
-            assert not {each.sample_id for each in train} & {each.sample_id for each in held}
+            assert not {(each.question, each.segments) for each in train} & {(each.question, each.segments) for each in held}
 
     def test_runs_of_several_seeds_are_compared_and_kept(self, start, tmp_path, monkeypatch):
         monkeypatch.setattr(shpo, "cold_start", lambda policy, folder, seed: start)
@@ -355,7 +401,7 @@ def test_interval_over_seeds_is_students():
 
 @pytest.mark.parametrize(("changes", "words"), [({"algorithm": "ppo"}, "grpo"), ({"group_size": 1}, "group_size must be at least 2"), ({"eta_homo": 2}, "eta_homo"),
                                                 ({"learning_rate": 0.0}, "learning_rate"), ({"reward": "mine"}, "mine"), ({"data": "x"}, "notes"),
-                                                ({"queries_per_step": 9000}, "queries_per_step"), ({"kl_coef": float("nan")}, "kl_coef")])
+                                                ({"queries_per_step": 9000}, "queries_per_step"), ({"data": "notes"}, "other prompts"), ({"kl_coef": float("nan")}, "kl_coef")])
 def test_settings_that_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         shpo_profile("sample", changes)
