@@ -7,7 +7,16 @@ import nbformat
 import polars as pl
 import pytest
 
-from memloc.results import heldout_markdown, markdown_table, publish, read_rows, readme_block, rows_to_keep, with_block
+from memloc.results import (
+    heldout_markdown,
+    markdown_table,
+    publish,
+    read_rows,
+    readme_block,
+    rows_to_keep,
+    shpo_markdown,
+    with_block,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCOMO = ROOT/"nbs/results/locomo.csv"
@@ -105,3 +114,28 @@ def test_figures_of_the_trainings_are_those_of_the_committed_rows(name):
     held = {row["system"]: row for row in about["report"]["heldout"]}
     for row in rows.filter(pl.col("split") == "test", pl.col("metric") == "f1").iter_rows(named=True):
         assert row["value"] == pytest.approx(100*held[row["system"]]["f1"], abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["shpo-sample", "shpo-small", "shpo-small-72queries"])
+def test_figures_of_the_reinforcement_learning_are_those_of_the_committed_rows(name):
+    rows, paired = (read_rows(ROOT/f"nbs/results/{name}{end}.csv") for end in ("", "-paired"))
+    table = shpo_markdown(rows, paired)
+    prose = "\n".join(cell.source for cell in nbformat.read(ROOT/"nbs/05_shpo.ipynb", as_version=4).cells if cell.cell_type == "markdown")
+    assert table in prose
+    if name != "shpo-small-72queries":
+        text = (ROOT/"README.md").read_text("utf-8")
+        assert with_block(text, table, name) == text
+    about = json.loads((ROOT/f"nbs/results/{name}.json").read_text())
+    assert {about["commit"]} == set(rows["commit"]) and "+" not in about["commit"]
+    held = pl.DataFrame([row for run in about["runs"] for row in run["report"]["heldout"]]).unique(("set", "system", "reward", "exact"))
+    for row in rows.filter(pl.col("split") == "test", pl.col("metric") == "exact").iter_rows(named=True):
+        part = held.filter(pl.col("set") == row["dataset"].split("@")[0], pl.col("system") == row["system"])
+        assert row["value"] == pytest.approx(100*part["exact"].mean(), abs=0.01)
+
+
+def test_the_records_show_that_held_out_samples_got_better():
+    small, sample = (read_rows(ROOT/f"nbs/results/shpo-{name}-paired.csv") for name in ("small", "sample"))
+    gains = small.filter(pl.col("dataset").str.starts_with("notes"), pl.col("split") == "test", pl.col("metric").is_in(["reward", "f1"]))
+    assert gains.height == 2 and (gains["low"] > 0).all() and (gains["n"] >= 200).all()
+    (low,) = sample.filter(pl.col("split") == "seeds", pl.col("against") == "start", pl.col("metric") == "reward")["low"]
+    assert low > 0 and sample.filter(pl.col("split") == "seeds")["n"].unique().to_list() == [5]
