@@ -922,7 +922,8 @@ def keep_shpo(
     kept = []
     for run, each, report in zip(runs, manifests, reports, strict=True):
         names = {name: Path(each["settings"][name]).name for name in ("policy", "dialogue")}  # folders differ from machine to machine
+        logged = each["settings"]["seed"] == manifests[0]["settings"]["seed"]  # the curves of one seed will do
         kept.append({"settings": each["settings"] | names, "inputs": each["inputs"], "weights": read_json(Path(run)/"shpo"/"weights.json"), "report": report,
-                     "log": stage_table(run, "shpo", "log").to_dicts()})
+                     "log": stage_table(run, "shpo", "log").to_dicts() if logged else []})
     write_json({"commit": commits[0], "date": date, "runs": kept}, path.with_suffix(".json"))
     return sum(map(len, figures))
