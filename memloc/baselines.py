@@ -29,11 +29,10 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import polars as pl
 
-# %% ../nbs/parts/baselines.ipynb #a1e5f937
+# %% ../nbs/parts/baselines.ipynb #a51caba4
 from .artifacts import Stage, read_json, read_table, stage_manifest, stage_table, write_json, write_table
 from .chat import ChatModel, LLMError, Message, Sampling
 from .data import turn_text
-from .evaluation import model_label
 from .graph_ppr import GraphEdges, graph_preset, join_parts, search_conversation, semantic_edges
 from .ids import read_numbers
 from .lexical import LexicalIndex
@@ -182,7 +181,7 @@ class ExtractiveWriter:
         "Nothing: instructions in words are not understood."
         return [Written(None, 0, 0) for _ in texts]
 
-# %% ../nbs/parts/baselines.ipynb #4e3c6ef6
+# %% ../nbs/parts/baselines.ipynb #70d481ba
 class ModelWriter:
     "A language model that writes, with the extractive writer for texts it fails on."
 
@@ -191,6 +190,8 @@ class ModelWriter:
         model: ChatModel,  # best a `CachedModel`, so that a stopped run continues
         name: str = "",    # for tables; default: the model's own
     ):
+        from memloc.evaluation import model_label
+
         self.model, self.name, self.stand_in = model, name or model_label(model.name), ExtractiveWriter()
 
     def _prompt(self, instruction: str, texts: Sequence[str], n_words: int, max_tokens: int) -> list[Message]:
@@ -690,13 +691,13 @@ class TfIdf(Baseline):
             return np.full((len(questions), self.vectors.shape[0]), np.nan)
         return (self.vectorizer.transform(questions) @ self.vectors.T).toarray()
 
-# %% ../nbs/parts/baselines.ipynb #d96fc135
+# %% ../nbs/parts/baselines.ipynb #27900893
 @dataclass(frozen=True)
 class BaselinesConfig:
     "Settings of the baselines stage."
-    systems: str = "all"       # names of baselines, separated by semicolons; "all": every registered one
-    model: str = "extractive"  # who writes summaries and notes: "extractive", or a model's one-line name, see `memloc.llm`
-    budget: int = 103_000      # tokens of a full context, >= 1 (the paper cuts LongMemEval-S at 103k)
+    systems: str = "all"        # names of baselines, separated by semicolons; "all": every registered one
+    writer: str = "extractive"  # who writes summaries and notes: "extractive", or a model's one-line name, see `memloc.llm`
+    budget: int = 103_000       # tokens of a full context, >= 1 (the paper cuts LongMemEval-S at 103k)
 
     def __post_init__(self) -> None:
         if isinstance(self.budget, bool) or not isinstance(self.budget, int) or self.budget < 1:
@@ -720,14 +721,14 @@ def chosen_baselines(
 
 
 def make_writer(
-    model: str,  # as in the settings
+    writer: str,  # as in the settings
 ) -> Writer:
     "The writer that the settings name."
-    if model == "extractive":
+    if writer == "extractive":
         return ExtractiveWriter()
     from memloc.llm import cached_model
 
-    return ModelWriter(cached_model(model, "baselines"))
+    return ModelWriter(cached_model(writer, "baselines"))
 
 # %% ../nbs/parts/baselines.ipynb #306b68a1
 def _code_of(code: Any) -> list:
@@ -819,7 +820,7 @@ def system_rows(
     return [{"system": shown_name(cls, tools), "name": cls.name, "source": cls.source, "ranks": cls.ranks,
              "writer": tools.writer.name if cls.writes else None, "departures": list(cls.departures)} for cls in classes]
 
-# %% ../nbs/parts/baselines.ipynb #c0e417ca
+# %% ../nbs/parts/baselines.ipynb #c1d355b1
 def run_baselines(
     config: BaselinesConfig,  # settings
     run_dir: str | Path,      # folder of the run; its `data/` and `units/` must be there
@@ -827,7 +828,7 @@ def run_baselines(
     "Rank all questions of a run by all chosen baselines; a stopped run goes on where it was."
     from tqdm.auto import tqdm
 
-    classes, tools = chosen_baselines(config.systems), Tools(run_encoder(run_dir), make_writer(config.model))
+    classes, tools = chosen_baselines(config.systems), Tools(run_encoder(run_dir), make_writer(config.writer))
     captions = stage_manifest(run_dir, "units")["settings"]["captions"]
     sessions, turns, questions = (stage_table(run_dir, "data", name) for name in ("sessions", "turns", "questions"))
     inputs = [Path(run_dir)/"data"/f"{name}.parquet" for name in ("sessions", "turns", "questions")]
