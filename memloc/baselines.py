@@ -6,11 +6,11 @@
 __all__ = ['log', 'TASKS', 'INSTRUCTION', 'BASELINES', 'DECIMALS', 'BORDERS', 'EXTENSIONS', 'COST', 'CONTEXT', 'EMPTY', 'Session',
            'read_sessions', 'said_by', 'first_words', 'extractive_text', 'Written', 'Writer', 'ExtractiveWriter',
            'ModelWriter', 'Cost', 'Tools', 'Baseline', 'register', 'shown_name', 'best_unit', 'BaselineError',
-           'rank_conversation', 'rank_baseline', 'baseline_class', 'OneView', 'DenseSession', 'DenseTurn', 'Lexical',
+           'rank_conversation', 'baseline_class', 'rank_baseline', 'OneView', 'DenseSession', 'DenseTurn', 'Lexical',
            'LexicalSession', 'LexicalTurn', 'FullContext', 'NoMemory', 'keep_newest', 'RecurSum', 'gap_similarity',
            'climb', 'topic_starts', 'denoised', 'SeCom', 'SeComLexical', 'MemGAS', 'TfIdf', 'BaselinesConfig',
            'chosen_baselines', 'make_writer', 'class_settings', 'piece_key', 'piece_paths', 'rank_piece',
-           'context_rows', 'system_rows', 'run_baselines', 'write_baselines']
+           'context_rows', 'system_rows', 'write_baselines', 'stage_conversations', 'run_baselines']
 
 # %% ../nbs/parts/baselines.ipynb #4a33259b
 import hashlib
@@ -143,7 +143,7 @@ def _facts(sentences: Sequence[tuple[str, str]], n_words: int) -> list[tuple[str
             left -= length
     return [stated[place] for place in sorted(chosen)]
 
-# %% ../nbs/parts/baselines.ipynb #18d5e9cf
+# %% ../nbs/parts/baselines.ipynb #9bfb3027
 @dataclass(frozen=True)
 class Written:
     "One text from a writer."
@@ -179,7 +179,7 @@ class ExtractiveWriter:
 
     def ask(self, instruction: str, texts: Sequence[str], n_words: int) -> list[Written]:
         "Nothing: instructions in words are not understood."
-        return [Written(None, 0, 0) for _ in texts]
+        return [Written(None, None, 0) for _ in texts]
 
 # %% ../nbs/parts/baselines.ipynb #70d481ba
 class ModelWriter:
@@ -238,7 +238,7 @@ class Cost:
     seconds_build: float = 0.0
     seconds_search: float = 0.0
 
-# %% ../nbs/parts/baselines.ipynb #0aa3a31d
+# %% ../nbs/parts/baselines.ipynb #88d0053d
 class Tools:
     "Encoder, writer and tokenizer that all baselines of a run share."
 
@@ -271,6 +271,14 @@ class Tools:
             self._vectors.clear()
             self._n_tokens.clear()
 
+    def _counted(self, groups: Sequence[Sequence[str]], written: list[Written]) -> list[Written]:
+        for group, one in zip(groups, written, strict=True):
+            self.cost.n_calls += 1
+            self.cost.n_stand_in += one.stand_in
+            self.cost.n_tokens_in += sum(map(self.count, group)) if one.n_tokens_in is None else one.n_tokens_in
+            self.cost.n_tokens_out += self.count(one.text or "") if one.n_tokens_out is None else one.n_tokens_out
+        return written
+
     def write_all(self, task: str, groups: Sequence[Sequence[str]], n_words: int) -> list[str]:
         "What the writer makes of each group of texts; of a group without text, nothing."
         if task not in TASKS or n_words < 1:
@@ -287,14 +295,6 @@ class Tools:
     def ask(self, instruction: str, texts: Sequence[str], n_words: int) -> list[str | None]:
         "Replies to an instruction of a baseline's own, one for each text; None: no model is at hand, or it failed, so use a rule."
         return [one.text for one in self._counted([[text] for text in texts], self.writer.ask(instruction, texts, n_words))] if len(texts) else []
-
-    def _counted(self, groups: Sequence[Sequence[str]], written: list[Written]) -> list[Written]:
-        for group, one in zip(groups, written, strict=True):
-            self.cost.n_calls += one.text is not None or one.stand_in
-            self.cost.n_stand_in += one.stand_in
-            self.cost.n_tokens_in += sum(map(self.count, group)) if one.n_tokens_in is None else one.n_tokens_in
-            self.cost.n_tokens_out += self.count(one.text) if one.n_tokens_out is None else one.n_tokens_out
-        return written
 
 # %% ../nbs/parts/baselines.ipynb #708c0a50
 class Baseline(ABC):
@@ -352,7 +352,7 @@ def best_unit(
     np.maximum.at(best, session, np.asarray(scores, dtype=np.float64).T[unit])
     return np.where(np.isneginf(best), np.nan, best).T
 
-# %% ../nbs/parts/baselines.ipynb #ac8a7471
+# %% ../nbs/parts/baselines.ipynb #929dc1a0
 DECIMALS = 6  # of a score; what differs by less is a tie
 
 
@@ -385,6 +385,13 @@ def rank_conversation(
     ranking = ranking_table(system, question_ids, [session.session_id for session in sessions], scores.round(DECIMALS) + 0.0)  # no -0.0
     return ranking, {"system": system, "conversation_id": conversation_id} | asdict(tools.cost)
 
+# %% ../nbs/parts/baselines.ipynb #ddb2f475
+def baseline_class(name: str) -> type[Baseline]:
+    "A registered baseline by its name."
+    if name not in BASELINES:
+        raise ValueError(f"baseline {name!r} is unknown; choose from {', '.join(sorted(BASELINES))}")
+    return BASELINES[name]
+
 
 def rank_baseline(
     name: str,        # a key of BASELINES
@@ -399,13 +406,6 @@ def rank_baseline(
     if not ranked:
         raise ValueError(f"{dataset.label}: no question, so {name!r} has nothing to rank; add questions to the data")
     return pl.concat(ranked)
-
-
-def baseline_class(name: str) -> type[Baseline]:
-    "A registered baseline by its name."
-    if name not in BASELINES:
-        raise ValueError(f"baseline {name!r} is unknown; choose from {', '.join(sorted(BASELINES))}")
-    return BASELINES[name]
 
 # %% ../nbs/parts/baselines.ipynb #c63777f4
 class OneView(Baseline):
@@ -691,7 +691,7 @@ class TfIdf(Baseline):
             return np.full((len(questions), self.vectors.shape[0]), np.nan)
         return (self.vectorizer.transform(questions) @ self.vectors.T).toarray()
 
-# %% ../nbs/parts/baselines.ipynb #27900893
+# %% ../nbs/parts/baselines.ipynb #0258905c
 @dataclass(frozen=True)
 class BaselinesConfig:
     "Settings of the baselines stage."
@@ -714,6 +714,8 @@ def chosen_baselines(
     for module in EXTENSIONS:
         if importlib.util.find_spec(module):
             importlib.import_module(module)
+    for name, cls in importlib.import_module("memloc.baselines").BASELINES.items():
+        BASELINES.setdefault(name, cls)  # nothing new, except where this notebook itself is running
     names = list(BASELINES) if systems.strip() == "all" else [name.strip() for name in systems.split(";") if name.strip()]
     if not names:
         raise ValueError(f"systems={systems!r} names no baseline; write 'all' or names from {'; '.join(BASELINES)}")
@@ -730,7 +732,7 @@ def make_writer(
 
     return ModelWriter(cached_model(writer, "baselines"))
 
-# %% ../nbs/parts/baselines.ipynb #306b68a1
+# %% ../nbs/parts/baselines.ipynb #7088be24
 def _code_of(code: Any) -> list:
     "What a function does, as plain values."
     return [code.co_code.hex(), list(code.co_names), [_code_of(one) if hasattr(one, "co_code") else repr(one) for one in code.co_consts]]
@@ -741,7 +743,7 @@ def class_settings(
 ) -> dict[str, Any]:
     "Settings of a baseline, and its code."
     found: dict[str, Any] = {}
-    for owner in reversed(cls.__mro__[:cls.__mro__.index(Baseline)]):
+    for owner in reversed([one for one in cls.__mro__ if one not in (ABC, object)]):
         for name, value in vars(owner).items():
             if hasattr(value, "__code__"):
                 found[f"{owner.__name__}.{name}"] = _code_of(value.__code__)
@@ -820,41 +822,7 @@ def system_rows(
     return [{"system": shown_name(cls, tools), "name": cls.name, "source": cls.source, "ranks": cls.ranks,
              "writer": tools.writer.name if cls.writes else None, "departures": list(cls.departures)} for cls in classes]
 
-# %% ../nbs/parts/baselines.ipynb #c1d355b1
-def run_baselines(
-    config: BaselinesConfig,  # settings
-    run_dir: str | Path,      # folder of the run; its `data/` and `units/` must be there
-) -> pl.DataFrame:            # one row a system: sums over its conversations
-    "Rank all questions of a run by all chosen baselines; a stopped run goes on where it was."
-    from tqdm.auto import tqdm
-
-    classes, tools = chosen_baselines(config.systems), Tools(run_encoder(run_dir), make_writer(config.writer))
-    captions = stage_manifest(run_dir, "units")["settings"]["captions"]
-    sessions, turns, questions = (stage_table(run_dir, "data", name) for name in ("sessions", "turns", "questions"))
-    inputs = [Path(run_dir)/"data"/f"{name}.parquet" for name in ("sessions", "turns", "questions")]
-    if questions.is_empty():
-        raise ValueError(f"{run_dir}/data/questions.parquet holds no question: nothing to rank; add questions to the data")
-    histories, folder = read_sessions(sessions, turns, captions), Path(run_dir)/"baselines"
-    asked = {key: dict(part.select("question_id", "question").iter_rows()) for (key,), part in
-             questions.sort("conversation_id", "question_id").partition_by("conversation_id", as_dict=True, maintain_order=True).items()}
-    writer = getattr(getattr(tools.writer, "model", None), "key", tools.writer.name)
-    shared = json.dumps([package_hash(Path(importlib.util.find_spec("memloc").origin).parent.parent), tools.encoder.key, writer])
-    rankings, costs, contexts, found = [], [], [], 0
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder), Stage(run_dir, "baselines", config, [*inputs, Path(run_dir)/"units"/"encoder.json"]) as stage:
-        tools.encode(questions["question"].to_list())  # all at once; later calls find them in the cache
-        with tqdm(total=len(asked)*len(classes), desc="baselines", disable=None) as bar:
-            for conversation, texts in asked.items():
-                for cls in classes:
-                    ranking, cost, there = rank_piece(cls, conversation, histories[conversation], texts, tools, folder/"work", shared)
-                    rankings += [ranking]*cls.ranks
-                    costs.append(cost)
-                    found += there
-                    bar.update()
-                contexts += context_rows(conversation, histories[conversation], tools, config.budget)
-        return write_baselines(stage, classes, tools, pl.concat(rankings or [EMPTY]), pl.DataFrame(costs, COST), contexts, found)
-
-
+# %% ../nbs/parts/baselines.ipynb #f8aab2bf
 EMPTY = ranking_table("", [], [], np.zeros((0, 0)))
 
 
@@ -862,19 +830,58 @@ def write_baselines(
     stage: Stage,
     classes: Sequence[type[Baseline]],
     tools: Tools,
-    rankings: pl.DataFrame,
+    rankings: list[pl.DataFrame],
     costs: pl.DataFrame,
     contexts: list[tuple],  # rows of CONTEXT
-    n_found: int,           # pieces that were there already
 ) -> pl.DataFrame:          # one row a system
     "Write the stage's tables."
-    stage.table("rankings", rankings, ["system", "question_id", "rank"])
+    stage.table("rankings", pl.concat(rankings or [EMPTY]), ["system", "question_id", "rank"])
     stage.table("cost", costs, ["system", "conversation_id"])
     stage.table("contexts", pl.DataFrame(contexts, CONTEXT, orient="row"), ["system", "conversation_id", "position"])
     stage.json("systems", system_rows(classes, tools))
     if hasattr(tools.writer, "model"):
         stage.json("ledger", tools.writer.model.ledger.table().to_dicts())
-    log.info("baselines: %d of %d pieces were there already", n_found, len(costs))
     stage.count(systems=len(classes), conversations=costs["conversation_id"].n_unique(), n_stand_in=costs["n_stand_in"].sum())
-    summed = costs.group_by("system", maintain_order=True).agg(pl.col([name for name in COST if name not in ("system", "conversation_id")]).sum())
+    summed = costs.group_by("system", maintain_order=True).agg(pl.exclude("conversation_id").sum())
     return summed.with_columns(pl.col("seconds_build", "seconds_search").round(1))
+
+# %% ../nbs/parts/baselines.ipynb #4f88c683
+def stage_conversations(
+    run_dir: str | Path,  # folder of the run
+) -> dict[str, tuple[list[Session], dict[str, str]]]:  # conversation id -> its sessions; question id -> question
+    "What the stage reads: histories with questions, by id."
+    sessions, turns, questions = (stage_table(run_dir, "data", name) for name in ("sessions", "turns", "questions"))
+    if questions.is_empty():
+        raise ValueError(f"{run_dir}/data/questions.parquet holds no question: nothing to rank; add questions to the data")
+    histories = read_sessions(sessions, turns, stage_manifest(run_dir, "units")["settings"]["captions"])
+    asked = questions.sort("conversation_id", "question_id").partition_by("conversation_id", as_dict=True, maintain_order=True)
+    return {key: (histories.get(key, []), dict(part.select("question_id", "question").iter_rows())) for (key,), part in asked.items()}
+
+
+def run_baselines(
+    config: BaselinesConfig,  # settings
+    run_dir: str | Path,      # folder of the run; its `data/` and `units/` must be there
+) -> pl.DataFrame:            # one row a system: sums over its conversations
+    "Rank all questions of a run by all chosen baselines; a stopped run goes on where it was."
+    from tqdm.auto import tqdm
+
+    classes, found, folder = chosen_baselines(config.systems), stage_conversations(run_dir), Path(run_dir)/"baselines"
+    tools = Tools(run_encoder(run_dir), make_writer(config.writer))
+    writer = getattr(getattr(tools.writer, "model", None), "key", tools.writer.name)
+    shared = json.dumps([package_hash(Path(importlib.util.find_spec("memloc").origin).parent.parent), tools.encoder.key, writer])
+    inputs = [*(Path(run_dir)/"data"/f"{name}.parquet" for name in ("sessions", "turns", "questions")), Path(run_dir)/"units"/"encoder.json"]
+    rankings, costs, contexts, n_kept = [], [], [], 0
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder), Stage(run_dir, "baselines", config, inputs) as stage:
+        tools.encode([text for _, questions in found.values() for text in questions.values()])  # at once; later calls find them
+        with tqdm(total=len(found)*len(classes), desc="baselines", disable=None) as bar:
+            for conversation, (sessions, questions) in found.items():
+                for cls in classes:
+                    ranking, cost, there = rank_piece(cls, conversation, sessions, questions, tools, folder/"work", shared)
+                    rankings += [ranking]*cls.ranks
+                    costs.append(cost)
+                    n_kept += there
+                    bar.update()
+                contexts += context_rows(conversation, sessions, tools, config.budget)
+        log.info("baselines: %d of %d pieces were there already", n_kept, len(costs))
+        return write_baselines(stage, classes, tools, rankings, pl.DataFrame(costs, COST), contexts)

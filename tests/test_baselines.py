@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -144,7 +145,7 @@ class TestContract:
         same = history(*[("Nora: a boat and a shop", "Dev: yes")]*4)
         for name in ("dense, best turn", "BM25, whole session", "SeCom", "TF-IDF, whole session"):
             ranking, _ = rank_conversation(BASELINES[name], "c", same, ["q0", "q1"], ["Which boat?", "shop"], tools)
-            assert ranks_of(ranking) == dict.fromkeys(("q0", "q1"), ["s0", "s1", "s2", "s3"])
+            assert ranks_of(ranking) == {key: ["s0", "s1", "s2", "s3"] for key in ("q0", "q1")}
 
     def test_a_failure_names_system_and_conversation(self, tools):
         class Bad(FullContext):
@@ -177,7 +178,8 @@ class TestTools:
         assert tools.write("note", [text], 20) == text
         assert (tools.cost.n_calls, tools.cost.n_tokens_in, tools.cost.n_tokens_out) == (1, 8, 8)
         assert tools.write_all("note", [[], [" "], [text]], 20) == ["", "", text] and tools.cost.n_calls == 2
-        assert tools.ask("Say yes.", ["a", "b"], 1) == [None, None] and tools.cost.n_calls == 2
+        assert tools.ask("Say yes.", ["a", "b"], 1) == [None, None]
+        assert (tools.cost.n_calls, tools.cost.n_tokens_in) == (4, 18), "a model would have been asked"
         with pytest.raises(ValueError, match="task='poem'"):
             tools.write("poem", [text], 20)
 
@@ -450,6 +452,24 @@ class TestStage:
         assert of(lambda self, session: [session.text]) == of(lambda self, session: [session.text])
         assert len({of(lambda self, session: [session.text]), of(lambda self, session: [session.text, "more"]),
                     of(lambda self, session: [session.date]), of(lambda self, session: [part for part in session.turns if part])}) == 4
+
+    def test_the_executed_notebook_knows_the_systems_of_other_modules(self, run, tmp_path, monkeypatch):
+        from importlib.util import module_from_spec, spec_from_file_location
+        (tmp_path/"late_systems.py").write_text(
+            "from memloc.baselines import OneView, register\n\n@register\nclass Late(OneView):\n    name, source = 'late one', 'this test'\n\n"
+            "    def units(self, session):\n        return list(session.turns[-1:])\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(baselines, "BASELINES", dict(BASELINES))
+        spec = spec_from_file_location("memloc.cells", baselines.__file__)  # what the cells of the notebook define, apart from the module
+        cells = module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "memloc.cells", cells)
+        spec.loader.exec_module(cells)
+        monkeypatch.setattr(cells, "EXTENSIONS", ("late_systems",))
+        monkeypatch.setattr(cells, "run_encoder", lambda run_dir: WordEncoder())
+        summary = cells.run_baselines(cells.BaselinesConfig("late one; SeCom"), run)
+        assert summary["system"].to_list() == ["late one", "SeCom (extractive)"]
+        assert cells.BASELINES["SeCom"] is not SeCom
+        assert cells.class_settings(cells.BASELINES["SeCom"]) == baselines.class_settings(SeCom), "pieces of notebook and module are the same"
 
     def test_one_process_at_a_time(self, run):
         (run/"baselines").mkdir()
