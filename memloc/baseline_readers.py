@@ -8,7 +8,7 @@ __all__ = ['OPS', 'ENCODE', 'ANSWER', 'OPERATIONS', 'EXTRACT_RULES', 'UPDATE_RUL
            'Asker', 'Entry', 'EntryStore', 'chat_of', 'entry_lines', 'Reader', 'reader_row', 'answer_from_entries',
            'MemoryR1', 'change_entries', 'MemAgent', 'used_by', 'Skill', 'choose_skills', 'MemSkill', 'read_and_answer']
 
-# %% ../nbs/parts/baseline_readers.ipynb #0ab08dca
+# %% ../nbs/parts/baseline_readers.ipynb #f29cbff3
 import dataclasses
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -22,6 +22,7 @@ import polars as pl
 from .baseline_trees import pack, turn_pieces
 from .baselines import Session
 from .chat import ChatModel, Ledger, LLMError, Message, Outcome, Reply, Sampling
+from .evaluation import model_label
 from .generation import ANSWERS, NOT_MENTIONED, answer_row
 from .ids import neutralise
 from .llm_extractor import SERVICE_AT_FAULT, read_json
@@ -63,10 +64,10 @@ def parts_of(
             parts.append(Part(f"{last.session_id}#{number}", last.session_id, last.date, text))
     return parts
 
-# %% ../nbs/parts/baseline_readers.ipynb #321fa522
+# %% ../nbs/parts/baseline_readers.ipynb #e5803c49
 @dataclass(frozen=True)
 class Failure:
-    "A call that brought nothing usable, or a change that was refused."
+    "A call that brought nothing usable or was cut, or a change that was refused."
     step: str    # like "extract", "update", "answer"
     place: str   # name of the part, or the question's id
     kind: str    # a kind of LLMError, "cut", "json" or "refused"
@@ -181,7 +182,7 @@ class EntryStore:
         self.history.append((part.session_id, op, number, before, "" if op == "delete" else text))
         return None
 
-# %% ../nbs/parts/baseline_readers.ipynb #41343060
+# %% ../nbs/parts/baseline_readers.ipynb #206883e5
 ANSWER = {"type": "object", "required": ["answer"], "properties": {
     "used": {"type": "array", "items": {"type": "integer"}}, "answer": {"type": "string", "minLength": 1}}}
 OPERATIONS = {"type": "object", "required": ["operations"], "properties": {"operations": {"type": "array", "items": {
@@ -209,6 +210,11 @@ class Reader(ABC):
     def __init__(self, model: ChatModel):
         self.asker = Asker(model)
 
+    @property
+    def shown_name(self) -> str:
+        "The name in tables: with the model, and that it was not trained for this loop."
+        return f"{self.name} ({model_label(self.asker.model.name)}, untrained)"
+
     def count(self, text: str) -> int:
         "Tokens of a text, as the model reads it."
         return self.asker.model.count_tokens([{"role": "user", "content": text}])
@@ -226,7 +232,7 @@ class Reader(ABC):
         counts = Counter(f"{failure.step}: {failure.kind}" for failure in self.asker.failures)
         return {"calls": int(self.asker.ledger.table()["calls"].sum())} | dict(sorted(counts.items()))
 
-# %% ../nbs/parts/baseline_readers.ipynb #fa288d9c
+# %% ../nbs/parts/baseline_readers.ipynb #d7f5554b
 def reader_row(
     reader: Reader,
     question_id: str,
@@ -235,12 +241,12 @@ def reader_row(
 ) -> dict[str, Any]:    # columns of ANSWERS
     "One row of answers."
     if isinstance(outcome, LLMError):
-        return answer_row(question_id, reader.name, outcome, {})
+        return answer_row(question_id, reader.shown_name, outcome, {})
     if text is not None:
-        return answer_row(question_id, reader.name, dataclasses.replace(outcome, text=text), {}) | {"raw": outcome.text}
+        return answer_row(question_id, reader.shown_name, dataclasses.replace(outcome, text=text), {}) | {"raw": outcome.text}
     reason = next(failure.reason for failure in reversed(reader.asker.failures) if failure.place == question_id)
     used = {name: getattr(outcome, name) for name in ("finish_reason", "n_prompt_tokens", "n_completion_tokens", "seconds")}
-    return answer_row(question_id, reader.name, LLMError("malformed", reason), {}) | used | {"raw": outcome.text}
+    return answer_row(question_id, reader.shown_name, LLMError("malformed", reason), {}) | used | {"raw": outcome.text}
 
 
 def answer_from_entries(
@@ -261,7 +267,7 @@ def answer_from_entries(
         rows.append(reader_row(reader, question_id, outcome, found["answer"] if found else None))
     return pl.DataFrame(rows, ANSWERS)
 
-# %% ../nbs/parts/baseline_readers.ipynb #00ed76ea
+# %% ../nbs/parts/baseline_readers.ipynb #bc0c682a
 EXTRACT_RULES = (
     "You note down what should be remembered of a conversation. From the part you are shown, write the facts about the people "
     "in it: what they did, own, like, plan and feel, and when. Each fact is one short sentence that names the person and can "
@@ -282,7 +288,7 @@ FACTS = {"type": "object", "required": ["facts"], "properties": {"facts": {"type
 
 class MemoryR1(Reader):
     "A manager that changes entries, an answerer that picks among them."
-    name = "Memory-R1 (untrained)"
+    name = "Memory-R1"
     source = "arXiv:2508.19828"
     departures = (
         "Inference only: manager and answerer are one untrained model; the published ones are trained by reinforcement learning.",
@@ -341,7 +347,7 @@ def change_entries(
         if refusal := store.apply(operation, part, shown):
             asker.failures.append(Failure("update", part.name, "refused", refusal))
 
-# %% ../nbs/parts/baseline_readers.ipynb #d519c41a
+# %% ../nbs/parts/baseline_readers.ipynb #2a2fdd3b
 KEEP_RULES = (
     "You read a long conversation part by part in order to answer one question at its end. You are shown the question, your "
     "notes so far and the next part. Write your notes anew: keep what may help to answer, with names and dates, add what the "
@@ -353,7 +359,7 @@ NO_NOTES = "(none yet)"
 
 class MemAgent(Reader):
     "Reads with the question in mind and overwrites its notes."
-    name = "MemAgent (untrained)"
+    name = "MemAgent"
     source = "arXiv:2507.02259"
     departures = (
         "Inference only: an untrained model; the published one is trained with DAPO over many turns.",
@@ -388,6 +394,8 @@ class MemAgent(Reader):
                 if isinstance(outcome, Reply):
                     self.notes[question_id] = neutralise(outcome.text)
                     spent[question_id].update(used_by(outcome))
+                    if outcome.finish_reason == "length":
+                        self.asker.failures.append(Failure("read", f"{question_id} at {part.name}", "cut", f"the notes end at {self.memory_tokens} tokens"))
         prompts = [chat_of(LAST_RULES, f"Notes:\n{self.notes[question_id]}\n\nQuestion: {neutralise(question)}") for question_id, question in questions.items()]
         outcomes = self.asker.ask("answer", prompts, list(questions), Sampling(self.answer_tokens), needed=False)
         rows = [reader_row(self, question_id, outcome, outcome.text if isinstance(outcome, Reply) else None)
@@ -439,7 +447,7 @@ def choose_skills(
     "The skills whose descriptions are nearest to each part."
     return np.argsort(-(part_vectors @ skill_vectors.T), axis=1, kind="stable")[:, :k]
 
-# %% ../nbs/parts/baseline_readers.ipynb #3ef906b3
+# %% ../nbs/parts/baseline_readers.ipynb #1620a00b
 SKILL_RULES = (
     "You look after a memory of numbered entries about a conversation. You are shown some entries and a new part of the "
     "conversation. Bring the memory up to date by these rules:\n{skills}\nAn entry is one short sentence that names the person "
@@ -450,7 +458,7 @@ SKILL_RULES = (
 
 class MemSkill(Reader):
     "Entries changed by skills that are picked for each part."
-    name = "MemSkill (fixed skills)"
+    name = "MemSkill"
     source = "arXiv:2602.02474"
     departures = (
         "Inference only: the trained controller is replaced by the cosine between a skill's description and the part.",
@@ -490,7 +498,7 @@ class MemSkill(Reader):
         "Answer from the nearest entries."
         return answer_from_entries(self, self.store, questions, PICK_RULES, self.n_memories, self.max_tokens)
 
-# %% ../nbs/parts/baseline_readers.ipynb #a36715c5
+# %% ../nbs/parts/baseline_readers.ipynb #5f755b59
 READERS: dict[str, type[Reader]] = {cls.name: cls for cls in (MemoryR1, MemAgent, MemSkill)}
 
 
@@ -503,5 +511,5 @@ def read_and_answer(
     reader.read(sessions)
     answers = reader.answer(questions)
     if answers.height and (answers["status"] != "ok").all():
-        raise RuntimeError(f"{reader.name}: all {answers.height} answers failed; the first, of question {answers['question_id'][0]}: {answers['status'][0]}")
+        raise RuntimeError(f"{reader.shown_name}: all {answers.height} answers failed; the first, of question {answers['question_id'][0]}: {answers['status'][0]}")
     return answers

@@ -142,7 +142,7 @@ def soft_clusters(
     belongs = (probability > settings.threshold) | (probability == probability.max(1, keepdims=True))
     return [np.flatnonzero(column) for column in belongs.T if column.any()]
 
-# %% ../nbs/parts/baseline_trees.ipynb #d882bee1
+# %% ../nbs/parts/baseline_trees.ipynb #5c23cf83
 def layer_clusters(
     vectors: np.ndarray,     # shape (n, dim)
     sizes: Sequence[int],    # tokens of each text, n
@@ -164,8 +164,8 @@ def layer_clusters(
 
 
 def _split(vectors: np.ndarray, members: np.ndarray, settings: RaptorSettings) -> list[np.ndarray]:
-    "Soft clusters of some of the points; too few points stay together."
-    if len(members) <= settings.n_dimensions + 1:
+    "Soft clusters of some of the points; few or equal points stay together."
+    if len(members) <= settings.n_dimensions + 1 or np.ptp(vectors[members], axis=0).max() < 1e-9:
         return [members]
     return [members[part] for part in soft_clusters(reduce_dimensions(vectors[members], settings.n_dimensions), settings)]
 
@@ -374,11 +374,11 @@ class Phrases:
         return [sorted({self.place[key] for n in range(1, PHRASE_TERMS + 1) for i in range(len(said) - n + 1)
                         if (key := tuple(said[i:i + n])) in self.place}) for said in terms(texts)]
 
-# %% ../nbs/parts/baseline_trees.ipynb #8feda060
+# %% ../nbs/parts/baseline_trees.ipynb #8e489f32
 @dataclass(frozen=True)
 class HippoSettings:
     "Sizes and weights."
-    fact_words: int = 300        # of facts, for each session (ours)
+    fact_words: int = 600        # of facts, for each session (ours)
     n_facts: int = 5             # a question is linked to (published)
     fact_cut: float = 0.4        # cosine below which a fact does not count, if no model judges (ours)
     synonym: float = 0.8         # cosine from which two phrases are joined (published)
@@ -513,7 +513,7 @@ def session_facts(
                 first.setdefault(fact, place)
     return list(first), list(first.values())
 
-# %% ../nbs/parts/baseline_trees.ipynb #837eaa2c
+# %% ../nbs/parts/baseline_trees.ipynb #0cd9694e
 NOTE = ("The text is one message of a conversation, after the message it replies to. Prepare a note for finding it later. On the first "
         "line write its key words, separated by commas; on the second line one sentence that says what it is about.")
 QUERY = "Write the key words to search for in order to answer the question, separated by commas."
@@ -555,7 +555,7 @@ def link_notes(
     notes: list[Note],
     vectors: np.ndarray,   # unit vectors of the notes as first written, shape (n_notes, dim)
     n_links: int = 5,      # nearest earlier notes looked at
-    cut: float = 0.5,      # cosine from which two notes are linked
+    cut: float = 0.6,      # cosine from which two notes are linked
     max_tags: int = 10,    # of a note
 ) -> None:
     "Link each note to earlier ones, both ways, and let those take its key words as tags."
@@ -567,7 +567,7 @@ def link_notes(
                 notes[near].links.append(place)
                 notes[near].tags = list(dict.fromkeys([*notes[near].tags, *notes[place].keywords]))[:max_tags]
 
-# %% ../nbs/parts/baseline_trees.ipynb #056121a5
+# %% ../nbs/parts/baseline_trees.ipynb #0b903beb
 def with_links(
     similarity: np.ndarray,  # questions and notes, shape (n_questions, n_notes)
     notes: Sequence[Note],
@@ -587,7 +587,7 @@ class AMem(Baseline):
     "A note for each turn, linked to similar ones."
     name, source, writes = "A-Mem", "arXiv:2502.12110", True
     departures = (
-        "Links and evolution follow a rule: nearest notes with a cosine of at least 0.5 are linked, and the earlier one gets the key words of the later as tags.",
+        "Links and evolution follow a rule: nearest notes with a cosine of at least 0.6 are linked, and the earlier one gets the key words of the later as tags.",
         "Without a language model, key words are the phrases a turn mentions, its context is the turn before it, and the question is its own query.",
         "Notes are encoded twice: as written, for the links, and once more after all links are made.",
         "A session counts by its best note.")
@@ -595,7 +595,7 @@ class AMem(Baseline):
     def __init__(
         self,
         n_links: int = 5,      # nearest notes looked at (published)
-        cut: float = 0.5,      # cosine from which notes are linked (ours)
+        cut: float = 0.6,      # cosine from which notes are linked (ours)
         n_top: int = 10,       # notes whose links are followed (published)
         note_words: int = 60,  # of a note that a model writes (ours)
     ):
@@ -618,11 +618,11 @@ class AMem(Baseline):
         raised = with_links(tools.encode(queries) @ self.vectors.T, self.notes, self.n_top)
         return best_unit(raised, [[owner] for owner in self.owners], self.n_sessions)
 
-# %% ../nbs/parts/baseline_trees.ipynb #4e13cc05
+# %% ../nbs/parts/baseline_trees.ipynb #fa7bceac
 @dataclass(frozen=True)
 class Mem0Settings:
     "Sizes and weights."
-    fact_words: int = 300       # of facts, for each session (ours)
+    fact_words: int = 600       # of facts, for each session (ours)
     threshold: float = 0.1      # cosine below which a fact is not found (published)
     entity_weight: float = 0.5  # of the entity boost beside 1 for each of the other two (ours)
 
@@ -653,13 +653,13 @@ def fused(
     total = (dense + lexical/np.where(top > 0, top, 1.0) + settings.entity_weight*boost)/(2 + settings.entity_weight)
     return np.where(dense >= settings.threshold, total, total - 2)
 
-# %% ../nbs/parts/baseline_trees.ipynb #05d49acd
+# %% ../nbs/parts/baseline_trees.ipynb #ed2c7ed3
 @register
 class Mem0(Baseline):
     "Facts, found by meaning, words and entities."
     name, source, writes = "Mem0", "mem0 2.x; arXiv:2504.19413 for the first version", True
     departures = (
-        "Facts are taken from a session at a time, up to 300 words.",
+        "Facts are taken from a session at a time, up to 600 words.",
         "With the extractive writer a fact is a sentence that states something, with its speaker in front.",
         "Entities are key phrases of the sessions and names found by rule.",
         "The weights of the three signals and the form of the boost are ours.",
