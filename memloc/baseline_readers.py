@@ -8,7 +8,7 @@ __all__ = ['OPS', 'ENCODE', 'ANSWER', 'OPERATIONS', 'EXTRACT_RULES', 'UPDATE_RUL
            'Asker', 'Entry', 'EntryStore', 'chat_of', 'entry_lines', 'Reader', 'reader_row', 'answer_from_entries',
            'MemoryR1', 'change_entries', 'MemAgent', 'used_by', 'Skill', 'choose_skills', 'MemSkill', 'read_and_answer']
 
-# %% ../nbs/parts/baseline_readers.ipynb #f29cbff3
+# %% ../nbs/parts/baseline_readers.ipynb #0ab08dca
 import dataclasses
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -22,7 +22,6 @@ import polars as pl
 from .baseline_trees import pack, turn_pieces
 from .baselines import Session
 from .chat import ChatModel, Ledger, LLMError, Message, Outcome, Reply, Sampling
-from .evaluation import model_label
 from .generation import ANSWERS, NOT_MENTIONED, answer_row
 from .ids import neutralise
 from .llm_extractor import SERVICE_AT_FAULT, read_json
@@ -64,7 +63,7 @@ def parts_of(
             parts.append(Part(f"{last.session_id}#{number}", last.session_id, last.date, text))
     return parts
 
-# %% ../nbs/parts/baseline_readers.ipynb #e5803c49
+# %% ../nbs/parts/baseline_readers.ipynb #bbe4b364
 @dataclass(frozen=True)
 class Failure:
     "A call that brought nothing usable or was cut, or a change that was refused."
@@ -73,7 +72,7 @@ class Failure:
     kind: str    # a kind of LLMError, "cut", "json" or "refused"
     reason: str
 
-
+# %% ../nbs/parts/baseline_readers.ipynb #a6c8df3f
 class Asker:
     "Asks a model, counts what it cost, keeps what failed."
 
@@ -117,7 +116,7 @@ class Asker:
             self.failures.append(Failure(step, place, "cut" if outcome.finish_reason == "length" else "json", str(error)))
             return None
 
-# %% ../nbs/parts/baseline_readers.ipynb #6e8ebe40
+# %% ../nbs/parts/baseline_readers.ipynb #a5da7b12
 OPS = ("add", "update", "delete", "none")
 ENCODE = Callable[[Sequence[str]], np.ndarray]  # n texts -> unit vectors of shape (n, dim)
 
@@ -130,7 +129,7 @@ class Entry:
     date: str | None  # of the session that wrote it last
     session_id: str
 
-
+# %% ../nbs/parts/baseline_readers.ipynb #35ee12aa
 class EntryStore:
     "Numbered sentences, changed by operations, found by similarity."
 
@@ -182,7 +181,7 @@ class EntryStore:
         self.history.append((part.session_id, op, number, before, "" if op == "delete" else text))
         return None
 
-# %% ../nbs/parts/baseline_readers.ipynb #206883e5
+# %% ../nbs/parts/baseline_readers.ipynb #5efc14d1
 ANSWER = {"type": "object", "required": ["answer"], "properties": {
     "used": {"type": "array", "items": {"type": "integer"}}, "answer": {"type": "string", "minLength": 1}}}
 OPERATIONS = {"type": "object", "required": ["operations"], "properties": {"operations": {"type": "array", "items": {
@@ -200,7 +199,7 @@ def entry_lines(entries: Sequence[Entry]) -> str:
     shown = (f"({entry.number}) {entry.date or 'date unknown'}: {neutralise(entry.text)}" for entry in entries)
     return "\n".join(shown) or "(the memory is empty)"
 
-
+# %% ../nbs/parts/baseline_readers.ipynb #e498bf49
 class Reader(ABC):
     "A system whose memory is what a model wrote."
     name: ClassVar[str]
@@ -213,6 +212,8 @@ class Reader(ABC):
     @property
     def shown_name(self) -> str:
         "The name in tables: with the model, and that it was not trained for this loop."
+        from memloc.evaluation import model_label
+
         return f"{self.name} ({model_label(self.asker.model.name)}, untrained)"
 
     def count(self, text: str) -> int:
@@ -267,7 +268,7 @@ def answer_from_entries(
         rows.append(reader_row(reader, question_id, outcome, found["answer"] if found else None))
     return pl.DataFrame(rows, ANSWERS)
 
-# %% ../nbs/parts/baseline_readers.ipynb #bc0c682a
+# %% ../nbs/parts/baseline_readers.ipynb #e8da65d6
 EXTRACT_RULES = (
     "You note down what should be remembered of a conversation. From the part you are shown, write the facts about the people "
     "in it: what they did, own, like, plan and feel, and when. Each fact is one short sentence that names the person and can "
@@ -285,7 +286,7 @@ PICK_RULES = (
     f'"{NOT_MENTIONED}" Reply with one JSON object and nothing else: {{"used": [numbers], "answer": "..."}}.')
 FACTS = {"type": "object", "required": ["facts"], "properties": {"facts": {"type": "array", "items": {"type": "string"}}}}
 
-
+# %% ../nbs/parts/baseline_readers.ipynb #37c92d12
 class MemoryR1(Reader):
     "A manager that changes entries, an answerer that picks among them."
     name = "Memory-R1"
@@ -347,7 +348,7 @@ def change_entries(
         if refusal := store.apply(operation, part, shown):
             asker.failures.append(Failure("update", part.name, "refused", refusal))
 
-# %% ../nbs/parts/baseline_readers.ipynb #2a2fdd3b
+# %% ../nbs/parts/baseline_readers.ipynb #0aadef65
 KEEP_RULES = (
     "You read a long conversation part by part in order to answer one question at its end. You are shown the question, your "
     "notes so far and the next part. Write your notes anew: keep what may help to answer, with names and dates, add what the "
@@ -356,7 +357,7 @@ LAST_RULES = ("You answer a question about a conversation from your notes alone,
               f'answer "{NOT_MENTIONED}"')
 NO_NOTES = "(none yet)"
 
-
+# %% ../nbs/parts/baseline_readers.ipynb #7395fa6f
 class MemAgent(Reader):
     "Reads with the question in mind and overwrites its notes."
     name = "MemAgent"
@@ -447,7 +448,7 @@ def choose_skills(
     "The skills whose descriptions are nearest to each part."
     return np.argsort(-(part_vectors @ skill_vectors.T), axis=1, kind="stable")[:, :k]
 
-# %% ../nbs/parts/baseline_readers.ipynb #1620a00b
+# %% ../nbs/parts/baseline_readers.ipynb #f371ef85
 SKILL_RULES = (
     "You look after a memory of numbered entries about a conversation. You are shown some entries and a new part of the "
     "conversation. Bring the memory up to date by these rules:\n{skills}\nAn entry is one short sentence that names the person "
@@ -455,7 +456,7 @@ SKILL_RULES = (
     '{{"operations": [...]}}, where an operation is {{"op": "add", "text": ...}}, {{"op": "update", "id": ..., "text": ...}}, '
     '{{"op": "delete", "id": ...}} or {{"op": "none"}}.')
 
-
+# %% ../nbs/parts/baseline_readers.ipynb #f77d48cd
 class MemSkill(Reader):
     "Entries changed by skills that are picked for each part."
     name = "MemSkill"

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memloc.baseline_trees import (
+    BEHIND,
     TIE,
     AMem,
     GrowingTree,
@@ -350,7 +351,7 @@ class TestAMem:
     def test_linked_notes_stand_behind_the_one_that_brought_them(self):
         notes = [Note("a", [], "", links=[2]), Note("b", [], ""), Note("c", [], "", links=[0]), Note("d", [], "", links=[1])]
         raised = with_links(np.array([[0.9, 0.5, 0.1, 0.2]]), notes, n_top=1)
-        assert raised.tolist() == [[0.9, 0.5, 0.9 - TIE, 0.2]]
+        assert raised.tolist() == [[0.9, 0.5, 0.9 - BEHIND, 0.2]]
 
     def test_with_a_model_notes_and_query_are_its_words(self):
         def say(rules, text):
