@@ -8,7 +8,7 @@ __all__ = ['OPS', 'ENCODE', 'ANSWER', 'OPERATIONS', 'EXTRACT_RULES', 'UPDATE_RUL
            'Asker', 'Entry', 'EntryStore', 'chat_of', 'entry_lines', 'Reader', 'reader_row', 'answer_from_entries',
            'MemoryR1', 'change_entries', 'MemAgent', 'used_by', 'Skill', 'choose_skills', 'MemSkill', 'read_and_answer']
 
-# %% ../nbs/parts/baseline_readers.ipynb #0ab08dca
+# %% ../nbs/parts/baseline_readers.ipynb #45538aa5
 import dataclasses
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -24,7 +24,7 @@ from .baselines import Session
 from .chat import ChatModel, Ledger, LLMError, Message, Outcome, Reply, Sampling
 from .generation import ANSWERS, NOT_MENTIONED, answer_row
 from .ids import neutralise
-from .llm_extractor import SERVICE_AT_FAULT, read_json
+from .llm_extractor import SERVICE_AT_FAULT, json_of_reply
 
 # %% ../nbs/parts/baseline_readers.ipynb #6580b72c
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Failure:
     kind: str    # a kind of LLMError, "cut", "json" or "refused"
     reason: str
 
-# %% ../nbs/parts/baseline_readers.ipynb #a6c8df3f
+# %% ../nbs/parts/baseline_readers.ipynb #eba6a7ff
 class Asker:
     "Asks a model, counts what it cost, keeps what failed."
 
@@ -111,7 +111,7 @@ class Asker:
         try:
             if outcome.finish_reason == "length":
                 raise ValueError(f"the reply was cut at {outcome.n_completion_tokens} tokens; raise max_tokens")
-            return read_json(outcome.text, schema)[0]
+            return json_of_reply(outcome.text, schema)[0]
         except ValueError as error:
             self.failures.append(Failure(step, place, "cut" if outcome.finish_reason == "length" else "json", str(error)))
             return None

@@ -93,13 +93,14 @@ def collapsed_scores(
     own = best_unit(similarity[:, list(leaves)], [members[leaf] for leaf in leaves], n_sessions)
     return best_unit(similarity, members, n_sessions) + TIE*own
 
-# %% ../nbs/parts/baseline_trees.ipynb #b7b1815d
+# %% ../nbs/parts/baseline_trees.ipynb #2a059710
 @dataclass(frozen=True)
 class RaptorSettings:
     "Sizes of the tree."
     chunk_tokens: int = 100      # of a chunk, at most (published)
     n_dimensions: int = 10       # after reduction (published)
     max_components: int = 50     # of a mixture (published)
+    covariance: str = "spherical" # shape of the components, as scikit-learn calls it (published "full", on UMAP's points)
     threshold: float = 0.1       # probability above which a chunk belongs to a cluster (published)
     cluster_tokens: int = 3_500  # a cluster with more is clustered again (published)
     summary_words: int = 75      # about 100 tokens (published: 100 tokens)
@@ -117,7 +118,7 @@ def reduce_dimensions(
 
     return PCA(min(n_dimensions, *vectors.shape), svd_solver="full").fit_transform(np.asarray(vectors, dtype=np.float64))
 
-# %% ../nbs/parts/baseline_trees.ipynb #8d7edcd6
+# %% ../nbs/parts/baseline_trees.ipynb #13311e30
 def soft_clusters(
     points: np.ndarray,  # shape (n, n_dimensions)
     settings: RaptorSettings,
@@ -132,7 +133,7 @@ def soft_clusters(
     for n_components in range(1, min(settings.max_components, len(np.unique(points, axis=0)) - 1) + 1):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            mixture = GaussianMixture(n_components, random_state=settings.seed).fit(points)
+            mixture = GaussianMixture(n_components, covariance_type=settings.covariance, random_state=settings.seed).fit(points)
         bic = mixture.bic(points)
         best, best_bic, worse = (mixture, bic, 0) if bic < best_bic else (best, best_bic, worse + 1)
         if worse == settings.patience:
@@ -143,7 +144,7 @@ def soft_clusters(
     belongs = (probability > settings.threshold) | (probability == probability.max(1, keepdims=True))
     return [np.flatnonzero(column) for column in belongs.T if column.any()]
 
-# %% ../nbs/parts/baseline_trees.ipynb #5c23cf83
+# %% ../nbs/parts/baseline_trees.ipynb #989155eb
 def layer_clusters(
     vectors: np.ndarray,     # shape (n, dim)
     sizes: Sequence[int],    # tokens of each text, n
@@ -160,7 +161,7 @@ def layer_clusters(
                 inner = layer_clusters(vectors[members], [sizes[i] for i in members], settings)
                 found += [members[list(places)] for places in inner]
             else:
-                found += np.array_split(members, min(-(-total//settings.cluster_tokens), len(members)))
+                found += [members[list(span)] for span in pack([sizes[i] for i in members], settings.cluster_tokens)]
     return sorted({tuple(members.tolist()) for members in found})
 
 
@@ -170,13 +171,13 @@ def _split(vectors: np.ndarray, members: np.ndarray, settings: RaptorSettings) -
         return [members]
     return [members[part] for part in soft_clusters(reduce_dimensions(vectors[members], settings.n_dimensions), settings)]
 
-# %% ../nbs/parts/baseline_trees.ipynb #99fdbc80
+# %% ../nbs/parts/baseline_trees.ipynb #756849c9
 @register
 class Raptor(Baseline):
     "Summaries of clusters of chunks, layer upon layer."
     name, source, writes = "RAPTOR", "arXiv:2401.18059", True
     departures = (
-        "Ten principal components replace UMAP.",
+        "Ten principal components replace UMAP, and the mixture's components are spherical.",
         "The search for the number of components ends after three sizes without a better BIC.",
         "A chunk never spans two sessions.",
         "A cluster that is too long and cannot be divided further is cut in the order of the conversation.",

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memloc.baseline_readers import (
@@ -87,6 +87,7 @@ def said(answer, *used):
 
 
 class TestParts:
+    @settings(deadline=None)
     @given(st.lists(st.lists(st.integers(1, 6), max_size=5), max_size=4), st.integers(8, 20), st.integers(0, 6), st.booleans())
     def test_every_turn_is_seen_in_order(self, sizes, limit, overlap, across):
         sessions = [Session(f"s{i}", None, tuple(f"A: {' '.join([f'w{i}x{t}']*n)}" for t, n in enumerate(turns))) for i, turns in enumerate(sizes)]
