@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['log', 'PAIRS', 'PUBLISHED', 'NO_PERCENT', 'UNITS_OF', 'VIEWS', 'PIPELINE', 'ROUTED', 'STAND_IN', 'UNTRAINED',
            'TRAINED', 'RETRIEVAL', 'CUE', 'ANSWERS', 'ABSENT', 'NEEDS', 'LINE', 'SIDE', 'TITLES', 'PAPER_TABLES',
-           'DATA_COLUMNS', 'OUR_COMPLEXITY', 'is_whole', 'our_metrics', 'refuse_pair', 'results_folder', 'load_records',
+           'DATA_COLUMNS', 'OUR_COMPLEXITY', 'results_folder', 'is_whole', 'our_metrics', 'refuse_pair', 'load_records',
            'data_statistics', 'granularity_counterparts', 'counterparts', 'generator_of', 'differences', 'why_empty',
            'Records', 'published_lines', 'own_lines', 'sections', 'number_text', 'without_common', 'section_table',
            'PaperTable', 'run_statistics', 't_interval', 'seed_table', 'stability_table', 'data_table',
            'complexity_table', 'training_curves', 'draw_training', 'write_svg', 'build_table', 'table_text',
            'extra_tables', 'write_tables']
 
-# %% ../nbs/parts/paper_tables.ipynb #4769ec29
+# %% ../nbs/parts/paper_tables.ipynb #9500b9be
 import csv
+import importlib.util
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +34,12 @@ from .tables import METRICS, ROWS, Table, load_paper, merge_rows, plain_name
 
 log = logging.getLogger(__name__)
 
-# %% ../nbs/parts/paper_tables.ipynb #39488baf
+# %% ../nbs/parts/paper_tables.ipynb #7abc08cc
+def results_folder() -> Path:
+    "The folder of committed records."
+    return Path(importlib.util.find_spec("memloc").origin).parent.parent/"nbs"/"results"
+
+
 def is_whole(
     value: float,  # a printed mean in percent, two decimals
     n: int,        # questions
@@ -69,14 +75,7 @@ def refuse_pair(
     if ours not in our_metrics(metric, [ours]):
         raise ValueError(f"{metric} of the paper and {ours} of ours do not belong in one line; show them in tables of their own")
 
-# %% ../nbs/parts/paper_tables.ipynb #fed74c3f
-def results_folder() -> Path:
-    "The folder of committed records."
-    import importlib.util
-
-    return Path(importlib.util.find_spec("memloc").origin).parent.parent/"nbs"/"results"
-
-
+# %% ../nbs/parts/paper_tables.ipynb #3b375729
 def load_records(
     folder: str | Path = "",  # of records; empty: the one in the repository
 ) -> pl.DataFrame:            # columns of `ROWS`, and `file`
@@ -554,7 +553,7 @@ def write_svg(
     with plt.rc_context({**STYLE, "svg.hashsalt": "memloc", "svg.fonttype": "path"}), replacing(Path(path)) as temporary:
         figure.savefig(temporary, format="svg", metadata={"Date": None, "Creator": None})
 
-# %% ../nbs/parts/paper_tables.ipynb #6dc87812
+# %% ../nbs/parts/paper_tables.ipynb #988de0eb
 def build_table(
     name: str,               # a key of `PAPER_TABLES`
     paper: pl.DataFrame,     # published rows
@@ -566,7 +565,8 @@ def build_table(
     if published.is_empty():
         raise ValueError(f"paper.csv: no rows of {spec.source!r}; restore the file")
     parts = published.partition_by("table", maintain_order=True)  # Table 9 has one for each encoder: their rows never share a section
-    return [(part["table"][0], published_lines(part, records) + own_lines(part, records, spec.side, spec.elsewhere)) for part in parts]
+    def label(part): return part["table"][0] + (f", {part['encoder'][0]}" if len(parts) > 1 and "," not in part["table"][0] else "")
+    return [(label(part), published_lines(part, records) + own_lines(part, records, spec.side, spec.elsewhere)) for part in parts]
 
 
 def _write(path: Path, text: str) -> None:
