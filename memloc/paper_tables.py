@@ -6,8 +6,8 @@
 __all__ = ['log', 'PAIRS', 'PUBLISHED', 'NO_PERCENT', 'UNITS_OF', 'VIEWS', 'PIPELINE', 'ROUTED', 'STAND_IN', 'UNTRAINED',
            'TRAINED', 'RETRIEVAL', 'CUE', 'ANSWERS', 'ABSENT', 'NEEDS', 'LINE', 'SIDE', 'TITLES', 'PAPER_TABLES',
            'DATA_COLUMNS', 'OUR_COMPLEXITY', 'results_folder', 'is_whole', 'our_metrics', 'refuse_pair', 'load_records',
-           'data_statistics', 'granularity_counterparts', 'counterparts', 'generator_of', 'differences', 'why_empty',
-           'Records', 'published_lines', 'own_lines', 'sections', 'number_text', 'without_common', 'section_table',
+           'data_statistics', 'granularity_counterparts', 'counterparts', 'generator_of', 'differences', 'Records',
+           'why_empty', 'published_lines', 'own_lines', 'sections', 'number_text', 'without_common', 'section_table',
            'PaperTable', 'run_statistics', 't_interval', 'seed_table', 'stability_table', 'data_table',
            'complexity_table', 'training_curves', 'draw_training', 'write_svg', 'build_table', 'table_text',
            'extra_tables', 'write_tables']
@@ -190,7 +190,33 @@ def differences(
         found.append("cleaned release of the data, theirs not stated")
     return "; ".join(part for part in [*found, remark] if part)
 
-# %% ../nbs/parts/paper_tables.ipynb #b89c28c4
+# %% ../nbs/parts/paper_tables.ipynb #62d303b5
+class Records:
+    "Our rows of the split `all`, found by data set, metric and cut-off."
+
+    def __init__(self, frame: pl.DataFrame):  # from `load_records`
+        self.frame, self.found = frame, {}
+        self.data = {plain_name(label) for label in frame.filter(pl.col("table") != "data")["dataset"].unique()}
+        self.encoders = set(frame["encoder"].str.to_lowercase())
+        self.judged = bool(frame["metric"].str.starts_with("judge_").any())
+        chosen = frame.filter(pl.col("split") == "all", ~pl.col("table").str.contains("corrected"))
+        for row in chosen.iter_rows(named=True):
+            self.found.setdefault((plain_name(row["dataset"]), row["k"]), []).append(row)
+
+    def beside(self, theirs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+        "Rows of ours that stand beside a published one, with the counterpart's remark."
+        rows = self.found.get((plain_name(theirs["dataset"]), theirs["k"]), []) if theirs["split"] == "all" else []
+        for metric in our_metrics(theirs["metric"], sorted({row["metric"] for row in rows})):
+            for name, file, remark in counterparts(theirs["table"], theirs["system"]):
+                for row in rows:
+                    fits = row["metric"] == metric and fnmatchcase(row["system"].lower(), name.lower()) and fnmatchcase(row["file"], file)
+                    whole = row["table"] != "located" or file != "*"
+                    same = "Table 9" not in theirs["table"] or row["encoder"].lower() in (theirs["encoder"].lower(), "none")
+                    told = "(extractive)" in row["system"] and row["metric"].endswith(("_tokens", "_seconds"))  # the stand-in reads no tokens
+                    if fits and whole and same and not told:
+                        yield row, remark
+
+# %% ../nbs/parts/paper_tables.ipynb #08693733
 ABSENT = {"longmemeval_m": "LongMemEval-M is not at hand", "long_mt_bench_plus": "one of the eleven conversations is at hand, and no run of it is recorded"}
 NEEDS = {"MemLoc (4B)": "a locator of 4B parameters needs graphics cards", "only RL": "needs a trained 8B locator", "Only RL (GRPO)": "needs a trained 8B locator",
          "Only RL (SHPO)": "needs a trained 8B locator", "Full (SFT+GRPO)": "needs a trained 8B locator", "Full (SFT+SHPO)": "needs a trained 8B locator",
@@ -199,28 +225,27 @@ NEEDS = {"MemLoc (4B)": "a locator of 4B parameters needs graphics cards", "only
 
 def why_empty(
     row: Mapping[str, Any],  # a published row
-    records: pl.DataFrame,   # ours
+    records: Records,        # ours
 ) -> str:
     "The reason why nothing of ours stands beside a published value."
     dataset, system, metric = row["dataset"], row["system"], row["metric"]
-    names = {plain_name(label) for label in records.filter(pl.col("table") != "data")["dataset"].unique()}
     if dataset in ABSENT and "Table 6" not in row["table"]:
         return ABSENT[dataset]
-    if "Figure" not in row["table"] and plain_name(dataset) not in names:
+    if "Figure" not in row["table"] and plain_name(dataset) not in records.data:
         return f"no run on {dataset} is recorded"
     if system in NEEDS:
         return NEEDS[system]
-    if "Table 9" in row["table"] and row["encoder"].lower() not in set(records["encoder"].str.to_lowercase()):
+    if "Table 9" in row["table"] and row["encoder"].lower() not in records.encoders:
         return f"the encoder {row['encoder']} was not run"
     if row["split"] == "runs":
         return "ours draws nothing at random from question to answer (temperature 0), so there is one run; random is the training, see below"
     if "Table 10" in row["table"]:
         return f"the generator {generator_of(system)} was not run"
-    if metric.startswith("judge_") and not any(name.startswith("judge_") for name in records["metric"].unique()):
+    if metric.startswith("judge_") and not records.judged:
         return "no judge was asked: the packaged model cannot judge, another needs an endpoint"
     return "no record of this system with this metric"
 
-# %% ../nbs/parts/paper_tables.ipynb #3a5bc38f
+# %% ../nbs/parts/paper_tables.ipynb #b36c95e2
 LINE = {"dataset": pl.String, "metric": pl.String, "our_metric": pl.String, "system": pl.String, "our_system": pl.String, "k": pl.Int32,
         "paper": pl.Float64, "paper_low": pl.Float64, "paper_high": pl.Float64, "paper_n": pl.Int64, "ours": pl.Float64, "low": pl.Float64,
         "high": pl.Float64, "n": pl.Int64, "differs": pl.String, "empty": pl.String, "file": pl.String, "date": pl.String, "commit": pl.String}
@@ -239,29 +264,6 @@ def _line(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None, **mo
     return line
 
 
-class Records:
-    "Our rows of the split `all`, found by data set, metric and cut-off."
-
-    def __init__(self, frame: pl.DataFrame):  # from `load_records`
-        self.frame, self.found = frame, {}
-        chosen = frame.filter(pl.col("split") == "all", ~pl.col("table").str.contains("corrected"))
-        for row in chosen.iter_rows(named=True):
-            self.found.setdefault((plain_name(row["dataset"]), row["k"]), []).append(row)
-
-    def beside(self, theirs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-        "Rows of ours that stand beside a published one, with the counterpart's remark."
-        rows = self.found.get((plain_name(theirs["dataset"]), theirs["k"]), []) if theirs["split"] == "all" else []
-        for metric in our_metrics(theirs["metric"], sorted({row["metric"] for row in rows})):
-            for name, file, remark in counterparts(theirs["table"], theirs["system"]):
-                for row in rows:
-                    fits = row["metric"] == metric and fnmatchcase(row["system"].lower(), name.lower()) and fnmatchcase(row["file"], file)
-                    whole = row["table"] != "located" or file != "*"
-                    same = "Table 9" not in theirs["table"] or row["encoder"].lower() in (theirs["encoder"].lower(), "none")
-                    told = "(extractive)" in row["system"] and row["metric"].endswith(("_tokens", "_seconds"))  # the stand-in reads no tokens
-                    if fits and whole and same and not told:
-                        yield row, remark
-
-
 def published_lines(
     published: pl.DataFrame,  # rows of one of the paper's tables
     records: Records,         # ours
@@ -274,7 +276,7 @@ def published_lines(
             refuse_pair(theirs["metric"], ours["metric"])
             lines.append(_line(theirs, ours, differs=differences(theirs, ours, remark)))
         if not pairs:
-            lines.append(_line(theirs, None, empty=why_empty(theirs, records.frame)))
+            lines.append(_line(theirs, None, empty=why_empty(theirs, records)))
     return lines
 
 # %% ../nbs/parts/paper_tables.ipynb #afe89dab
