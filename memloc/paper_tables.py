@@ -245,7 +245,7 @@ def why_empty(
         return "no judge was asked: the packaged model cannot judge, another needs an endpoint"
     return "no record of this system with this metric"
 
-# %% ../nbs/parts/paper_tables.ipynb #b36c95e2
+# %% ../nbs/parts/paper_tables.ipynb #1286018e
 LINE = {"dataset": pl.String, "metric": pl.String, "our_metric": pl.String, "system": pl.String, "our_system": pl.String, "k": pl.Int32,
         "paper": pl.Float64, "paper_low": pl.Float64, "paper_high": pl.Float64, "paper_n": pl.Int64, "ours": pl.Float64, "low": pl.Float64,
         "high": pl.Float64, "n": pl.Int64, "differs": pl.String, "empty": pl.String, "file": pl.String, "date": pl.String, "commit": pl.String}
@@ -254,7 +254,7 @@ SIDE = {"retrieval": ("ceiling", "BM25 session", "BM25 turn"), "answers": ("cons
 
 def _line(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None, **more: Any) -> dict[str, Any]:
     "A line of one or two rows."
-    line = dict.fromkeys(LINE) | {"differs": "", "empty": ""} | more
+    line = dict.fromkeys(LINE) | {"differs": "", "empty": "", "sources": (theirs, ours)} | more
     if theirs:
         line |= {name: theirs[name] for name in ("dataset", "metric", "system", "k")}
         line |= {"paper": theirs["value"], "paper_low": theirs["low"], "paper_high": theirs["high"], "paper_n": theirs["n"]}
@@ -303,7 +303,7 @@ def own_lines(
     unique = {tuple(line[name] for name in ("dataset", "metric", "our_metric", "system", "our_system", "k", "file")): line for line in lines}
     return list(unique.values())
 
-# %% ../nbs/parts/paper_tables.ipynb #9c4b4e2e
+# %% ../nbs/parts/paper_tables.ipynb #298bba54
 def sections(
     lines: Sequence[dict[str, Any]],  # of one table
 ) -> list[tuple[tuple, pl.DataFrame]]:  # (data set, metric, our metric, n), lines
@@ -313,27 +313,26 @@ def sections(
     paired = frame.filter(pl.col("ours").is_not_null())
     main = paired.sort("n", descending=True, maintain_order=True).unique(["dataset", "metric"], keep="first", maintain_order=True).select(*keys)
     alone = frame.filter(pl.col("ours").is_null()).drop("our_metric", "n").join(main, on=["dataset", "metric"], how="left", maintain_order="left")
-    everything = pl.concat([alone.select(frame.columns), paired]).sort("place").drop("place")
-    found = [(key, part) for key, part in everything.group_by(*keys, maintain_order=True)]
-    for key, part in found:
-        _check_section(key, part)
+    everything, found = pl.concat([alone.select(frame.columns), paired]).sort("place"), []
+    for key, part in everything.group_by(*keys, maintain_order=True):
+        _check_section(key, [lines[i] for i in part["place"]])
+        found.append((key, part.drop("place")))
     names, sets = [*METRICS, "judge_gpt4o", *PUBLISHED], frame["dataset"].unique(maintain_order=True).to_list()
     def place(metric): return names.index(metric) if metric in names else len(names)
     return sorted(found, key=lambda each: (sets.index(each[0][0]), place(each[0][1]), each[0][1], each[0][2] or "", -(each[0][3] or 0)))
 
 
-def _check_section(key: tuple, part: pl.DataFrame) -> None:
-    "Refuse a section whose rows do not belong together."
-    dataset, metric, our_metric, _ = key
-    blank = {name: pl.lit(None, kind).alias(name) for name, kind in ROWS.items()}
-    def rows(frame, system, metric, table): return frame.with_columns(**{k: v for k, v in blank.items() if k not in frame.columns}).with_columns(
-        system=system, metric=pl.lit(metric), split=pl.lit("all"), dataset=pl.lit(dataset), table=table).select(list(ROWS))
-    theirs = part.filter(pl.col("paper").is_not_null()).unique(["system", "k"], maintain_order=True)
-    merge_rows(rows(theirs, pl.col("system"), metric, pl.lit("paper")))
-    for (_,), mine in part.filter(pl.col("ours").is_not_null()).group_by("file", maintain_order=True):
-        refuse_pair(metric, our_metric)
-        mine = mine.unique(["our_system", "k"], maintain_order=True)
-        merge_rows(rows(mine, pl.col("our_system"), our_metric, pl.lit("ours")))
+def _check_section(key: tuple, lines: Sequence[dict[str, Any]]) -> None:
+    "Refuse a section whose rows do not belong together: the rows that its lines were made of are merged."
+    theirs = {id(line["sources"][0]): line["sources"][0] for line in lines if line["sources"][0]}
+    ours: dict[str, dict[int, Any]] = {}
+    for line in lines:
+        if mine := line["sources"][1]:
+            refuse_pair(key[1], line["our_metric"])
+            ours.setdefault(mine["file"], {})[id(mine)] = mine
+    for rows in (theirs, *ours.values()):
+        if rows:
+            merge_rows(pl.DataFrame([{name: row[name] for name in ROWS} for row in rows.values()], schema=ROWS))
 
 # %% ../nbs/parts/paper_tables.ipynb #aa3f7c96
 TITLES = {"locomo": "LoCoMo", "longmemeval_s": "LongMemEval-S", "longmemeval_m": "LongMemEval-M", "long_mt_bench_plus": "Long-MT-Bench+"}

@@ -144,13 +144,16 @@ class TestNothingIsMixed:
         return published_lines(theirs, Records(load_records()))
 
     def test_lines_that_do_not_belong_together_are_refused(self):
-        twice = self.lines() + [line | {"ours": 1.0} for line in self.lines()]
         assert len(sections(self.lines())) == 1
+        for change, told in (({"split": "dev"}, "rows with split"), ({"metric": "recall_any"}, "rows with metric"), ({"dataset": "locomo@00000000"}, "rows of the datasets"),
+                             ({"commit": "abc1234"}, "comes twice")):
+            wrong = [line | {"sources": (line["sources"][0], line["sources"][1] | change)} for line in self.lines()]
+            with pytest.raises(ValueError, match=told):
+                sections([*self.lines(), *wrong])
         mixed = [line | {"our_metric": "recall_any"} for line in self.lines()]
         with pytest.raises(ValueError, match="do not belong in one line"):
             sections(mixed)
         assert [key[3] for key, _ in sections([*self.lines(), self.lines()[0] | {"n": 60}])] == [1982, 60]
-        assert len(pl.DataFrame(twice, schema=LINE)) == 2*len(self.lines())
 
     def test_three_runs_are_not_paired_with_one(self, written):
         frame = pl.read_csv(written[0]/"table_05.csv", infer_schema_length=None)
