@@ -91,23 +91,27 @@ def load_records(
         raise FileNotFoundError(f"{folder or results_folder()}: no records of ours; keep those of a run first (`make results`)")
     return pl.concat(found)
 
-# %% ../nbs/parts/paper_tables.ipynb #b04aa137
+# %% ../nbs/parts/paper_tables.ipynb #a1821ee0
 def data_statistics(
     parts: Sequence[Dataset],          # the files of one data set
     date: str = "",                    # goes into the rows
     commit: str = "",                  # goes into the rows
+    tokenizer: str = "smollm2",        # of the packaged model, or of an encoder like "minilm"
 ) -> pl.DataFrame:                     # columns of `ROWS`; table "data", system "data"
     "How large a data set is: the rows behind our side of Table 6."
     from memloc.data import turn_text
+    from memloc.encoders import resolve_model
     from memloc.llm import smollm2_folder
     from tokenizers import Tokenizer
 
     n = {name: sum(len(getattr(part, name)) for part in parts) for name in ("conversations", "sessions", "questions")}
     said = [turn_text(*row) for part in parts for row in part.turns.select("speaker", "text", "caption").iter_rows()]
-    tokenizer = Tokenizer.from_file(str(smollm2_folder()/"tokenizer.json"))
-    tokens = sum(len(each.ids) for at in range(0, len(said), 1000) for each in tokenizer.encode_batch_fast(said[at:at + 1000]))
+    words = Tokenizer.from_file(str((smollm2_folder() if tokenizer == "smollm2" else resolve_model(tokenizer))/"tokenizer.json"))
+    words.no_truncation()
+    words.no_padding()
+    tokens = sum(len(each.ids) for at in range(0, len(said), 1000) for each in words.encode_batch_fast(said[at:at + 1000], add_special_tokens=False))
     each = {"sessions_per_conversation": n["sessions"], "questions_per_conversation": n["questions"],
-            "words_per_conversation": sum(len(text.split()) for text in said), "tokens_smollm2": tokens}
+            "words_per_conversation": sum(len(text.split()) for text in said), f"tokens_{tokenizer}": tokens}
     values = {"conversations": float(n["conversations"])} | {name: round(total/n["conversations"], 2) for name, total in each.items()}
     label = f"{parts[0].name}@{'+'.join(part.sha256[:8] for part in parts[:1])}" + (f" and {len(parts) - 1} more" if len(parts) > 1 else "")
     told = {"table": "data", "dataset": label, "system": "data", "encoder": "none", "n": n["conversations"], "split": "all", "date": date, "commit": commit}

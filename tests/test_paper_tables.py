@@ -259,10 +259,10 @@ class TestRuns:
 def test_statistics_of_the_data():
     from memloc.data import sample
 
-    rows = dict(data_statistics([sample(), sample()]).select("metric", "value").iter_rows())
-    once = dict(data_statistics([sample()]).select("metric", "value").iter_rows())
+    rows = dict(data_statistics([sample(), sample()], tokenizer="minilm").select("metric", "value").iter_rows())
+    once = dict(data_statistics([sample()], tokenizer="minilm").select("metric", "value").iter_rows())
     assert rows["conversations"] == 2*once["conversations"] and rows["words_per_conversation"] == once["words_per_conversation"]
-    assert once["tokens_smollm2"] > once["words_per_conversation"]
+    assert once["tokens_minilm"] > once["words_per_conversation"]
 
 
 def test_numbers_as_text():
