@@ -163,7 +163,7 @@ def counterparts(
     known = RETRIEVAL if system in RETRIEVAL else ANSWERS
     return known.get(system, ((f"{system}*", "*", "rebuilt from its description"),))
 
-# %% ../nbs/parts/paper_tables.ipynb #70855d86
+# %% ../nbs/parts/paper_tables.ipynb #7317b83e
 def generator_of(
     system: str,  # like "cue (smollm2)" or "MemLoc (Qwen3-8B (think))"
 ) -> str:         # empty if the name tells none
@@ -187,7 +187,7 @@ def differences(
         what = "judge" if theirs["metric"].startswith("judge_") else "metric"
         found.append(f"{what} {ours['metric'].removeprefix('judge_')}, not {theirs['metric'].removeprefix('judge_')}" if what == "judge" else f"metric {ours['metric']}")
     if theirs["n"] is None:
-        found.append("their number of questions is not stated" if ours["table"] != "data" else "")
+        found.append("their number of questions is not stated" if ours["table"] != "data" else f"counted over {ours['n']:,} of the conversations")
     elif theirs["n"] != ours["n"]:
         found.append(f"{ours['n']:,} questions, not {theirs['n']:,}")
     if plain_name(theirs["dataset"]).startswith("longmemeval"):
