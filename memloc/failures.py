@@ -285,7 +285,7 @@ def keep_failures(
         rows.write_csv(temporary)
     return len(rows)
 
-# %% ../nbs/parts/failures.ipynb #92ec60e3
+# %% ../nbs/parts/failures.ipynb #8507aa63
 def plot_failures(
     counts: pl.DataFrame,  # from `Failures.counts`
     title: str = "Where the evidence of missed questions was lost",
@@ -303,7 +303,7 @@ def plot_failures(
             axes.bar(range(len(rows)), shares, 0.7, bottom=below, color=PALETTE[i], hatch=HATCHES[i], edgecolor="white", label=stage)
             below = [start + share for start, share in zip(below, shares, strict=True)]
         axes.grid(axis="x", visible=False)
-        axes.set(title=title, xlabel="question category", ylabel="share of the missed questions in percent", xticks=range(len(rows)), ylim=(0, 100),
+        axes.set(title=title, xlabel="question category", ylabel="share of the missed, in percent", xticks=range(len(rows)), ylim=(0, 100),
                  xticklabels=[f"{name}\nn = {n:,}" for name, n in rows.select("category", "missed").iter_rows()])
         figure.legend(loc="outside lower center", ncols=4)
     return figure
