@@ -617,7 +617,7 @@ def heldout_rewards(
         rows.append({"system": system, "sample_id": sample.sample_id, "source": sample.source, "n_hops": sample.n_hops, "reward": reward.total,
                      "reward_drawn": other, **scores,
                      "well_formed": reward.form, "answer": reward.answer, "n_tokens": float(said.n_completion_tokens), "reply": text})
-    return pl.DataFrame(rows, schema_overrides={"reward_drawn": pl.Float64})
+    return pl.DataFrame(rows)
 
 # %% ../nbs/05_shpo.ipynb #b25daa7a
 SHPO_SCORES = ("reward", "reward_drawn", "precision", "recall", "f1", "exact", "well_formed", "answer", "n_tokens")
@@ -643,7 +643,8 @@ def heldout_once(
         kept = work/f"{system} on {name}.parquet"
         if not kept.is_file():
             with replacing(kept) as file:
-                heldout_rewards(system, network, reader, samples, config).with_columns(set=pl.lit(name)).write_parquet(file)
+                rows = heldout_rewards(system, network, reader, samples, config)
+                rows.with_columns(pl.col("reward_drawn").cast(pl.Float64), set=pl.lit(name)).write_parquet(file)
         found.append(pl.read_parquet(kept))
     return pl.concat(found)
 

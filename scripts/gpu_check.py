@@ -487,7 +487,7 @@ def random_policy(project: Project, folder: Path, samples: Sequence[Any], shape:
 def small_part(project: Project, options: argparse.Namespace, folder: Path, clock: Clock, table: Table) -> Part:
     "A small language model: the given one, the packaged one after a short cold start, or a random one of its shape."
     on_gpu, notes = torch.device(options.device).type == "cuda", project.notes
-    config = settings(project, "small", options, n_heldout=64 if on_gpu else 8)
+    config = settings(project, "small", options, n_heldout=64 if on_gpu else 8, heldout_draws=1)
     samples = [distinct(notes.note_samples(notes.NotesTask(), 2*n, seed, split), n)
                for n, seed, split in ((config.n_queries, SEED + 1, "train"), (config.n_heldout, SEED, "test"))]
     source, remark, n_sft = options.small, "", 0
