@@ -1,6 +1,7 @@
 """What README says is what the committed rows say."""
 
 import json
+import re
 from pathlib import Path
 
 import nbformat
@@ -127,10 +128,18 @@ def test_figures_of_the_reinforcement_learning_are_those_of_the_committed_rows(n
         assert with_block(text, table, name) == text
     about = json.loads((ROOT/f"nbs/results/{name}.json").read_text())
     assert {about["commit"]} == set(rows["commit"]) and "+" not in about["commit"]
-    held = pl.DataFrame([row for run in about["runs"] for row in run["report"]["heldout"]]).unique(("set", "system", "reward", "exact"))
+    held = pl.DataFrame([row | {"seed": run["settings"]["seed"]} for run in about["runs"] for row in run["report"]["heldout"]]).unique(("seed", "set", "system"))
     for row in rows.filter(pl.col("split") == "test", pl.col("metric") == "exact").iter_rows(named=True):
         part = held.filter(pl.col("set") == row["dataset"].split("@")[0], pl.col("system") == row["system"])
         assert row["value"] == pytest.approx(100*part["exact"].mean(), abs=0.01)
+
+
+@pytest.mark.parametrize(("name", "quoted"), [("shpo-small", "0.50, 0.62 and 0.71"), ("shpo-small-72queries", "0.38, 0.47, 0.55")])
+def test_rewards_in_training_are_those_of_the_committed_logs(name, quoted):
+    (run,) = json.loads((ROOT/f"nbs/results/{name}.json").read_text())["runs"]
+    means = pl.DataFrame(run["log"]).group_by("stage").agg(pl.col("reward").mean()).sort("stage")["reward"].to_list()
+    assert [f"{mean:.2f}" for mean in means] == re.findall(r"0\.\d\d", quoted)
+    assert quoted in "\n".join(cell.source for cell in nbformat.read(ROOT/"nbs/05_shpo.ipynb", as_version=4).cells)
 
 
 def test_the_records_show_that_held_out_samples_got_better():
