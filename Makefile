@@ -14,7 +14,7 @@ export GOMP_SPINCOUNT         ?= 0
 export OMP_NUM_THREADS        ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help env run train-sft train-shpo test sync outputs lab reproduce results bench clean
+.PHONY: help env run train-sft train-shpo test sync outputs lab reproduce results tables bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -59,6 +59,9 @@ reproduce: env  ## run a profile on your data: make reproduce PROFILE=locomo DAT
 RUN      ?= runs/sample
 results: env  ## keep the figures of a run: make results RUN=runs/locomo NAME=locomo [TABLES="located,evidence"]
 	$(PY) -c 'from memloc.results import publish; publish("$(RUN)", "$(NAME)", "$(TABLES)")'
+
+tables: env  ## write the paper's tables beside ours from the committed records, offline: nbs/results/tables
+	$(PY) -c 'from memloc.paper_tables import write_tables; print(write_tables())'
 
 bench: env  ## measure speed on a finished run and print ratios: make bench [RUN=runs/locomo]
 	$(PY) tests/bench.py $(RUN)

@@ -372,7 +372,7 @@ def score_table(
                  [f"{name}: {text}" for name, text in meant.items() if text])
 
 # %% ../nbs/08_evaluation.ipynb #9e34b4be
-RANKING_STAGES = ("routing", "graph", "locator")
+RANKING_STAGES = ("routing", "graph", "baselines", "locator")
 
 
 def read_rankings(

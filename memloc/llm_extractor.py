@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['log', 'PROPERTIES', 'JOINT', 'TWO_CALLS', 'EXAMPLE', 'RULES', 'Interval', 'SERVICE_AT_FAULT', 'schema_of',
-           'extraction_prompt', 'read_notes', 'date_interval', 'known_dates', 'ground_date', 'main_script', 'is_echo',
-           'supported_notes', 'Failure', 'LLMExtractor']
+           'extraction_prompt', 'json_of_reply', 'read_notes', 'date_interval', 'known_dates', 'ground_date',
+           'main_script', 'is_echo', 'supported_notes', 'Failure', 'LLMExtractor']
 
 # %% ../nbs/parts/llm_extractor.ipynb #d851dc09
 import calendar
@@ -88,24 +88,33 @@ def extraction_prompt(
 _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
-def read_notes(
+def json_of_reply(
     text: str,               # a model's reply
-    views: Sequence[str],    # that were asked for
-) -> tuple[dict[str, Any], bool]:  # (the notes, whether the JSON had to be repaired)
-    "The JSON object in a reply; ValueError if there is none of the right form."
+    schema: dict[str, Any],  # JSON schema of what was asked for
+) -> tuple[Any, bool]:       # (what the JSON says, whether it had to be repaired)
+    "The JSON in a reply; ValueError if there is none of the right form."
     import jsonschema
 
     try:
         try:
-            notes, repaired = json.loads(text), False
+            value, repaired = json.loads(text), False
         except ValueError:
             import json_repair
 
-            notes, repaired = json_repair.loads(text), True
-        jsonschema.validate(notes, schema_of(views))
+            value, repaired = json_repair.loads(text), True
+        jsonschema.validate(value, schema)
+        return _real_characters(value), repaired
     except (jsonschema.ValidationError, ValueError, RecursionError) as error:
         raise ValueError(f"not the JSON asked for: {getattr(error, 'message', str(error))[:120]}; the reply began {text[:80]!r}") from error
-    return {view: _real_characters(notes[view]) for view in views}, repaired
+
+
+def read_notes(
+    text: str,               # a model's reply
+    views: Sequence[str],    # that were asked for
+) -> tuple[dict[str, Any], bool]:  # (the notes, whether the JSON had to be repaired)
+    "The views in a reply; ValueError if one is missing or of the wrong form."
+    notes, repaired = json_of_reply(text, schema_of(views))
+    return {view: notes[view] for view in views}, repaired
 
 
 def _real_characters(value: Any) -> Any:

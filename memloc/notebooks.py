@@ -283,6 +283,7 @@ STAGE_CONFIGS = {
     "06_locator": "memloc.locator:LocatorConfig",
     "07_generation": "memloc.generation:GenerationConfig",
     "08_evaluation": "memloc.evaluation:EvaluationConfig",
+    "baselines": "memloc.baselines:BaselinesConfig",
 }
 
 
@@ -293,12 +294,13 @@ def _canonical(value: Any) -> str:
 
 def check_parameters(
     path: str | Path,                 # a stage notebook
-    root: str | Path | None = None,   # project folder; None: the folder above the notebook's
+    root: str | Path | None = None,   # project folder; None: the one whose `nbs/` holds the notebook
 ) -> list[str]:                       # one line for each difference
     "Whether a stage's parameters cell and its settings dataclass say the same."
     path = Path(path)
     module, _, name = STAGE_CONFIGS[path.stem].partition(":")
-    source = Path(root or path.resolve().parent.parent)/(module.replace(".", "/") + ".py")
+    root = root or next((each.parent for each in path.resolve().parents if each.name == "nbs"), path.resolve().parent.parent)
+    source = Path(root)/(module.replace(".", "/") + ".py")
     cell, fields = notebook_parameters(path), dataclass_defaults(source, name)
     if not cell:
         return [f"{path.name}: no cell is tagged `parameters`"]

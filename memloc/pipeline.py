@@ -156,7 +156,7 @@ def fitting(
 
 # %% ../nbs/parts/pipeline.ipynb #8f7b7433
 FILES = ("data", "corrections", "paper_rows")                     # parameters that name a file
-FOLDERS = ("model", "judge_model", "encoder", "bert_encoder")  # parameters that may name a folder, alone or after `local:`
+FOLDERS = ("model", "judge_model", "writer", "encoder", "bert_encoder")  # parameters that may name a folder, alone or after `local:`
 
 
 def _absolute(key: str, value: Any) -> Any:

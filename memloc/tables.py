@@ -44,7 +44,7 @@ def as_rows(
     "Turn means into result rows."
     name = pl.col("system")
     preset = name.str.split(":").list.first()
-    no_encoder = name.str.contains(r"(?i)^(view )?(lexical:|bm25|ceiling|constant:|no memory)")
+    no_encoder = name.str.contains(r"(?i)^(view )?(lexical:|bm25|tf-idf|ceiling|constant:|no memory|full context)")
     no_encoder &= ~name.str.ends_with(" + encoder locator")
     return summary.with_columns(
         table=pl.lit(table), dataset=pl.lit(dataset), date=pl.lit(date), commit=pl.lit(commit),

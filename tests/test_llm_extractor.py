@@ -21,6 +21,7 @@ from memloc.llm_extractor import (
     LLMExtractor,
     extraction_prompt,
     ground_date,
+    json_of_reply,
     main_script,
     read_notes,
     supported_notes,
@@ -88,6 +89,15 @@ def test_any_text_is_notes_or_a_value_error(raw):
 def test_characters_are_real_ones():
     notes, _ = read_notes(r'{"summary": "cafe\u0301 \\u4e2d", "keywords": [], "events": []}', VIEWS)
     assert notes["summary"] == "caf\u00e9 中"
+
+
+def test_json_of_another_form():
+    schema = {"type": "object", "required": ["n"]}
+    assert json_of_reply(r'{"n": [1, "caf\\u00e9"]}', schema) == ({"n": [1, "café"]}, False)
+    assert json_of_reply('Here: {"n": 2', schema) == ({"n": 2}, True)
+    for raw in ('[{"n": 1}]', "n: 1", '{"n": ' + "[" * 5000 + "]" * 5000 + "}"):
+        with pytest.raises(ValueError, match="not the JSON asked for"):
+            json_of_reply(raw, schema)
 
 
 # --- dates ---
