@@ -34,10 +34,10 @@ run: env  ## run the shipped sample: executed notebooks and a report in runs/sam
 	$(VENV)/bin/memloc run sample
 
 train-sft: env  ## train a locator: make train-sft PROFILE=sample|small|paper [DATA=folder] [NAME=run]; again after a break to go on
-	$(VENV)/bin/memloc train-sft $(PROFILE) $(if $(DATA),--data $(DATA)) $(if $(NAME),--name $(NAME)) $(ARGS)
+	$(VENV)/bin/memloc train-sft $(PROFILE) $(if $(DATA),--data '$(DATA)') $(if $(NAME),--name $(NAME)) $(ARGS)
 
 train-shpo: env  ## train it on by its own replies: make train-shpo PROFILE=sample|small [SEED=13] [DATA=locomo10.json] [NAME=run]; again after a break to go on
-	$(VENV)/bin/memloc shpo $(PROFILE) $(if $(SEED),-s seed=$(SEED)) $(if $(DATA),--data $(DATA)) $(if $(NAME),--run runs/$(NAME)) $(ARGS)
+	$(VENV)/bin/memloc shpo $(PROFILE) $(if $(SEED),-s seed=$(SEED)) $(if $(DATA),--data '$(DATA)') $(if $(NAME),--run runs/$(NAME)) $(ARGS)
 
 test: env  ## ruff, then every test: modules in sync, notebooks clean, outputs true, and the rest
 	$(VENV)/bin/ruff check .
@@ -54,7 +54,7 @@ lab: env  ## open the notebooks in JupyterLab
 	$(VENV)/bin/jupyter lab --notebook-dir nbs
 
 reproduce: env  ## run a profile on your data: make reproduce PROFILE=locomo DATA=file [NAME=run]
-	$(VENV)/bin/memloc run $(PROFILE) $(if $(DATA),--data $(DATA)) $(if $(NAME),--name $(NAME))
+	$(VENV)/bin/memloc run $(PROFILE) $(if $(DATA),--data '$(DATA)') $(if $(NAME),--name $(NAME))
 
 RUN      ?= runs/sample
 results: env  ## keep the figures of a run: make results RUN=runs/locomo NAME=locomo [TABLES="located,evidence"]

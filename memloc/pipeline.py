@@ -33,6 +33,7 @@ from memloc.artifacts import (
     changed_outputs, git_commit, has_parts, library_versions, read_json, read_table, replacing, sha256_file, stage_manifest,
     write_json,
 )
+from .data import data_files
 from .notebooks import kernel_environment, notebook_parameters, own_kernel, skip_marked
 
 # %% ../nbs/parts/pipeline.ipynb #f1e3c0b1
@@ -163,7 +164,8 @@ def _absolute(key: str, value: Any) -> Any:
     "A parameter with its path made absolute; a file that is not there is an error."
     if key in FILES and value:
         path = Path(value).expanduser().resolve()
-        if not path.is_file():
+        found = data_files(path) if key == "data" else [path]
+        if not found[0].is_file():
             raise FileNotFoundError(f"{path}: no such {'data ' if key == 'data' else ''}file (parameter {key})")
         return str(path)
     if key in FOLDERS and isinstance(value, str):
@@ -178,7 +180,7 @@ def file_hashes(
     parameters: Mapping[str, Any],  # of a stage, resolved
 ) -> dict[str, str]:                # {path: sha256}
     "Checksums of all files and of all files in all folders that the parameters name."
-    named = [Path(parameters[key]) for key in FILES if parameters.get(key)]
+    named = [path for key in FILES if parameters.get(key) for path in (data_files(parameters[key]) if key == "data" else [Path(parameters[key])])]
     folders = [Path(str(parameters.get(key) or "").partition("?")[0].removeprefix("local:")) for key in FOLDERS]
     named += [path for folder in folders if folder.is_absolute() and folder.is_dir() for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path): sha256_file(path) for path in named}

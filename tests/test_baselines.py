@@ -442,9 +442,24 @@ class TestStage:
         assert seen == ["SeCom"]*n_conversations
         assert len(list((run/"baselines"/"work").glob("*.parquet"))) == 2*n_conversations, "older pieces are removed"
         seen.clear()
-        monkeypatch.setattr(baselines, "package_hash", lambda root: "another code")
+        monkeypatch.setattr(baselines, "code_hash", lambda *names: "another code")
         run_baselines(BaselinesConfig("BM25, best turn"), run)
         assert len(seen) == n_conversations
+
+    def test_the_code_of_a_piece_is_that_of_its_system_and_what_it_imports(self, tmp_path, monkeypatch):
+        from types import SimpleNamespace
+        package = tmp_path/"memloc"
+        package.mkdir()
+        for name, text in {"__init__": "", "system": "from .tools import one\n", "tools": "one = 1\n", "tables": "", "data": ""}.items():
+            (package/f"{name}.py").write_text(text)
+        monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(package/"__init__.py")))
+        code = baselines.code_hash.__wrapped__
+        first = code("system", "data")
+        for unrelated in ("tables", "data"):
+            (package/f"{unrelated}.py").write_text("changed = True\n")
+        assert code("system", "data") == first
+        (package/"tools.py").write_text("one = 2\n")
+        assert code("system", "data") != first
 
     def test_the_key_of_a_class_outside_the_package_follows_its_code(self):
         def of(units):
