@@ -39,9 +39,10 @@ train-sft: env  ## train a locator: make train-sft PROFILE=sample|small|paper [D
 train-shpo: env  ## train it on by its own replies: make train-shpo PROFILE=sample|small [SEED=13] [DATA=locomo10.json] [NAME=run]; again after a break to go on
 	$(VENV)/bin/memloc shpo $(PROFILE) $(if $(SEED),-s seed=$(SEED)) $(if $(DATA),--data '$(DATA)') $(if $(NAME),--run runs/$(NAME)) $(ARGS)
 
-test: env  ## ruff, then every test: modules in sync, notebooks clean, outputs true, and the rest
+WORKERS ?= 2
+test: env  ## ruff, then every test on WORKERS processes: modules in sync, notebooks clean, outputs true, and the rest
 	$(VENV)/bin/ruff check .
-	$(PY) -m pytest -q
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 
 sync: env  ## write memloc/*.py from the notebooks and clean the notebooks
 	$(VENV)/bin/nbdev_export
