@@ -528,15 +528,22 @@ class RecurSum(OneView):
     name, source, writes = "RecurSum", "arXiv 2308.15022", True
     departures = ("Sessions are ranked by the memory as it stood after each of them; the published system reads only the last one.",
                   "A memory has at most 150 words, so that the encoder reads all of it; the published length differs.",
-                  "With the extractive writer a memory is made of sentences of the old memory and the new session.")
+                  "With the extractive writer, half of a memory are sentences of the new session, the other half sentences of the memory before.")
     n_words = 150  # of a memory; not in the paper
 
     def all_units(self, sessions: Sequence[Session], tools: Tools) -> list[list[str]]:
         self.memories: list[str] = []
         for session in sessions:
             before = self.memories[-1] if self.memories else ""
-            self.memories.append(tools.write("summary", [before, *session.turns], self.n_words) if session.turns else before)
+            self.memories.append(self.updated(before, session, tools) if session.turns else before)
         return [[memory] if session.turns else [] for session, memory in zip(sessions, self.memories, strict=True)]
+
+    def updated(self, before: str, session: Session, tools: Tools) -> str:
+        "The memory after a session; sentences are picked from both sides apart, or the longer side would crowd out the other."
+        if tools.writer.name != ExtractiveWriter.name:
+            return tools.write("summary", [before, *session.turns], self.n_words)
+        new = tools.write("summary", session.turns, self.n_words//2)
+        return "\n".join(filter(None, [tools.write("summary", [before], self.n_words//2), new]))
 
 # %% ../nbs/parts/baselines.ipynb #eabf4e55
 def gap_similarity(

@@ -298,6 +298,12 @@ class TestMechanisms:
         assert recorder.read == [["a: x", "b: y"], ["memory 1", "c: z"]], "an empty session rewrites nothing"
         assert ranks_of(ranking)["q"] == ["s2", "s0", "s1"]
 
+    def test_the_extractive_memory_has_room_for_the_new_session(self, tools):
+        old = tuple(f"Nora: the boat on lake number {i} was painted blue by my sister" for i in range(40))
+        memory = RecurSum()
+        memory.build(history(old, ("Dev: my violin has a broken string",)), tools)
+        assert "violin" in memory.memories[1] and "boat" in memory.memories[1]
+
     def test_topic_borders_by_hand(self):
         vectors = np.array([[1., 0], [1, 0], [0, 1], [0, 1], [1, 0], [1, 0]])
         assert np.allclose(gap_similarity(vectors, 1), [1, 0, 1, 0, 1])
