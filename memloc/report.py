@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['TEXTS', 'ANSWER', 'VERDICT', 'FOLLOWED', 'RECORD', 'FATES', 'CALLS', 'ReportConfig', 'main_system', 'main_variant',
-           'ranking_columns', 'run_rankings', 'locator_columns', 'outcome', 'in_lists', 'answer_columns',
+           'ranking_columns', 'run_rankings', 'locator_columns', 'outcome', 'followed', 'in_lists', 'answer_columns',
            'question_table', 'main_answers', 'method_counts', 'draw_method', 'what_was_run', 'recall_families',
            'baseline_names', 'lost_counts', 'lost_table', 'spread', 'to_show', 'card', 'Cards', 'failure_browser',
            'stage_costs', 'baseline_costs', 'run_report']
@@ -137,7 +137,7 @@ def locator_columns(
     table = read.join(named, on="question_id", how="left").join(spent, on="question_id", how="left")
     return table.with_columns(pl.col("^locator_.*$").fill_null(0))
 
-# %% ../nbs/09_report.ipynb #54c704e2
+# %% ../nbs/09_report.ipynb #22c8d230
 def outcome(
     run_dir: str | Path,   # folder of the run
     variant: str,          # of generation
@@ -150,6 +150,19 @@ def outcome(
     missed = find_failures(*told).missed if with_memory else table.clear().with_columns(stage=pl.lit(""))
     table = table.join(missed.select("question_id", "stage"), on="question_id", how="left")
     return table.select(pl.lit(variant).alias("variant"), "question_id", "right", lost=pl.when("right").then(pl.lit("")).otherwise("stage"))
+
+
+def followed(
+    run_dir: str | Path,   # folder of the run
+    config: ReportConfig,  # settings
+) -> list[str]:            # the main variant and every other that can be said to be right or wrong
+    "Variants with verdicts."
+    ran = stage_table(run_dir, "generation", "answers")["variant"].unique().sort().to_list()
+    if config.report_rule != "judge":
+        return ran
+    read = stage_table(run_dir, "evaluation", "verdicts").filter(pl.col("prompt") == config.report_prompt).drop_nulls("verdict")
+    judged = {system.partition(" (")[0] for system in read["system"]} | {main_variant(run_dir, config.report_variant)}
+    return [variant for variant in ran if variant in judged]
 
 
 def in_lists(
@@ -169,7 +182,7 @@ def answer_columns(
     "All answers to each question."
     answers = stage_table(run_dir, "generation", "answers").sort("question_id", "variant")
     shown = stage_table(run_dir, "generation", "contexts").select("variant", "question_id", shown_sessions="sessions")
-    judged = pl.concat([outcome(run_dir, variant, config) for variant in answers["variant"].unique().sort()])
+    judged = pl.concat([outcome(run_dir, variant, config) for variant in followed(run_dir, config)])
     keys = ["variant", "question_id"]
     table = answers.join(shown, on=keys, how="left").join(judged, on=keys, how="left").sort("question_id", "variant")
     return in_lists(table, "answers", ANSWER)
@@ -244,7 +257,7 @@ def _answer_counts(run_dir: str | Path, questions: pl.DataFrame, variant: str) -
             "tokens": read.mean() if read.sum() else None, "pieces": len(pieces),
             **({f"kept_{name}": pieces[name].mean() for name in ("candidate", "named", "shown")} if len(pieces) else {})}
 
-# %% ../nbs/09_report.ipynb #c6a98260
+# %% ../nbs/09_report.ipynb #15b5f77c
 def _boxes(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
     "Title and words of each box."
     def number(name: str, digits: int = 0) -> str:
@@ -254,7 +267,7 @@ def _boxes(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
     views = f"{number('views')} views, weighted\nby each question;\n{walk}" if counts.get("views") else f"one ranking:\n{counts['system']}"
     located = f"{counts.get('locator')} reads them,\nnames turns,\nreorders sessions" if counts.get("candidates") else "not run"
     made = f"{counts.get('model')}, variant\n{counts.get('variant')}, shows sessions\nand cites turns" if counts.get("variant") else "not run"
-    said = f"{number('answers')} answers,\n{number('abstained')} abstentions,\n{number('cited', 1)} turns cited" if counts.get("variant") else "none"
+    said = f"{number('answers')} answers,\n{number('abstained')} abstentions,\n{number('cited', 1)} turns cited\nby each" if counts.get("variant") else "none"
     return [("Memory", f"{number('conversations')} conversations,\n{number('sessions')} sessions,\n{number('turns')} turns"),
             ("Retrieve", views), ("Localize", located), ("Generate", made), ("Answer", said)]
 
@@ -266,11 +279,11 @@ def _arrows(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
     def kept(name: str) -> str:
         value = counts.get(f"kept_{name}")
         return "" if value is None else f"{100*value:.1f} %"
-    shown = [f"{mean('shown', 0)} turns"] if counts.get("shown") is not None else []
-    shown += [f"{mean('tokens', 0)} tokens" if counts.get("tokens") else "no model reads"] if shown else []
-    return [(f"{mean('sessions_each', 0)} sessions", "100 %" if counts.get("pieces") else ""),
-            (f"{counts['candidates']} sessions" if counts.get("candidates") else "", kept("candidate")),
-            (f"{mean('named', 1)} turns" if counts.get("named") is not None else "", kept("named")), ("\n".join(shown), kept("shown"))]
+    shown = [f"{mean('shown', 0)} turns", "shown"] if counts.get("shown") is not None else []
+    shown += [f"{mean('tokens', 0)} tokens"] if counts.get("tokens") else []
+    return [(f"{mean('sessions_each', 0)}\nsessions", "100 %" if counts.get("pieces") else ""),
+            (f"first {counts['candidates']}\nsessions" if counts.get("candidates") else "", kept("candidate")),
+            (f"{mean('named', 1)} turns\nnamed" if counts.get("named") is not None else "", kept("named")), ("\n".join(shown), kept("shown"))]
 
 
 def draw_method(
@@ -281,9 +294,9 @@ def draw_method(
     from matplotlib.patches import FancyBboxPatch
 
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(11.5, 2.7))
+        figure, axes = plt.subplots(figsize=(11.5, 2.4))
         plt.close(figure)
-        axes.set(xlim=(-0.02, 9.62), ylim=(-0.75, 1.45))
+        axes.set(xlim=(-0.06, 9.68), ylim=(-0.6, 1.28))
         axes.set_axis_off()
         for place, (title, words) in enumerate(_boxes(counts)):
             colour = GREY if words in ("not run", "none") else PALETTE[0] if place in (1, 2, 3) else "#333333"
@@ -292,13 +305,13 @@ def draw_method(
             axes.text(2.05*place + 0.7, 0.43, words, ha="center", va="center", fontsize=8.5, parse_math=False)
         for place, (passed, evidence) in enumerate(_arrows(counts)):
             axes.annotate("", (2.05*place + 2.01, 0.6), (2.05*place + 1.45, 0.6), arrowprops={"arrowstyle": "-|>", "color": "#333333", "linewidth": 1.4})
-            axes.text(2.05*place + 1.735, 0.72, passed.replace(" ", "\n", 1) if "\n" not in passed else passed, ha="center", va="bottom", fontsize=8.5)
+            axes.text(2.05*place + 1.735, 0.72, passed, ha="center", va="bottom", fontsize=8.5)
             axes.text(2.05*place + 1.735, 0.48, evidence, ha="center", va="top", fontsize=8.5, color=PALETTE[1], weight="bold")
         told = f"on the arrows: what is passed on for one question, and the share of all {counts['pieces']:,} pieces of gold evidence that is still there" if counts.get("pieces") else "on the arrows: what is passed on for one question"
         axes.text(0, -0.45, told, fontsize=9, color=GREY)
     return figure
 
-# %% ../nbs/09_report.ipynb #c78fdddb
+# %% ../nbs/09_report.ipynb #52eaa872
 def what_was_run(
     run_dir: str | Path,   # folder of a run with a finished evaluation
     config: ReportConfig = ReportConfig(),  # settings
@@ -320,7 +333,7 @@ def what_was_run(
     if "generation" in told:
         lines["answers"] = f"{told['generation']['settings'].get('model')}, variants {told['generation']['settings'].get('variant')}"
     lines |= {"judge": report["settings"]["judge_model"] or "none", "evaluated": report["date"], "commit": report["commit"]}
-    return Table("What was run", pl.DataFrame([(key, str(value)) for key, value in lines.items() if value is not None], schema=["what", "value"], orient="row"))
+    return Table("Data, settings and code", pl.DataFrame([(key, str(value)) for key, value in lines.items() if value is not None], schema=["what", "value"], orient="row"))
 
 # %% ../nbs/09_report.ipynb #566cb81f
 def recall_families(
@@ -352,7 +365,7 @@ def baseline_names(
     "Systems of the baselines stage."
     return sorted(set(stage_table(run_dir, "baselines", "cost")["system"])) if finished(run_dir, "baselines") else []
 
-# %% ../nbs/09_report.ipynb #785b4992
+# %% ../nbs/09_report.ipynb #92a89524
 def lost_counts(
     questions: pl.DataFrame,  # from `question_table`
 ) -> pl.DataFrame:            # category, questions, right, a column a stage, missed; the last line is the sum
@@ -376,7 +389,7 @@ def lost_table(
     "Where the questions of a run were lost."
     unknown = len(questions) - questions["lost"].count()
     return Table(f"Missed questions by the stage that lost them; variant {variant}, right by the rule {rule}", lost_counts(questions),
-                 [f"{unknown} of {len(questions)} questions are not counted: not asked, no answer, no label or no verdict"])
+                 [f"{unknown:,} of {len(questions):,} questions are not counted: not asked, no answer, no label or no verdict"])
 
 # %% ../nbs/09_report.ipynb #be9a38f7
 def spread(
@@ -397,7 +410,7 @@ def to_show(
     missed = questions.sort("category", "question_id")
     return pl.concat([spread(missed.filter(pl.col("lost") == stage), n) for stage in STAGES])
 
-# %% ../nbs/09_report.ipynb #2e04c661
+# %% ../nbs/09_report.ipynb #4605bf4b
 FATES = {"retrieval": "its session was no candidate", "extraction": "its session was a candidate, the turn was not named",
          "reranking": "it was at hand, and not shown", "generation": "it was shown"}
 
@@ -427,7 +440,7 @@ def card(
     lines = {"gold answer": _short(row["gold_answer"]) or "none: the conversations do not tell", "answer": _short(said["answer"]),
              "gold evidence": f"<ul>{pieces}</ul>" if pieces else "none", "retrieved": _marked(row["ranking"], sessions),
              "named turns": _marked(row["named_turns"], turns), "shown sessions": _marked(said["shown_sessions"] or [], sessions)}
-    body = "".join(f'<tr><th style="text-align:left;vertical-align:top">{name}</th><td style="text-align:left">{text}</td></tr>' for name, text in lines.items())
+    body = "".join(f'<tr><th style="text-align:left;vertical-align:top;white-space:nowrap">{name}</th><td style="text-align:left">{text}</td></tr>' for name, text in lines.items())
     head = f"{escape(row['lost'] or 'right')} · {escape(row['category'] or 'no category')} · {_short(row['question'], 160)}"
     return f"<details><summary>{head}</summary><p>{escape(row['question_id'])}</p><table>{body}</table></details>"
 
