@@ -61,8 +61,11 @@ def made_run(folder, evidence=True, **settings):
     rewrite(folder, "data", turns=turns.with_columns(speaker=pl.lit("Ida"), text=pl.lit("<b>the boat</b> & ") + pl.col("turn_id"), caption=pl.lit(None, pl.String)))
     if not evidence:
         without_evidence(folder)
-    base = stage_table(folder, "locator", "rankings")
     number = pl.col("question_id").str.slice(-3).cast(pl.Int64)
+    turned = pl.when(number % 5 == 4).then(7 - pl.col("rank")).when(number % 5 == 2).then((pl.col("rank") + 1) % 6 + 1).otherwise("rank")  # the first becomes last, or third
+    for stage in ("graph", "locator"):
+        rewrite(folder, stage, rankings=stage_table(folder, stage, "rankings").with_columns(rank=turned).sort("system", "question_id", "rank"))
+    base = stage_table(folder, "locator", "rankings")
     named = base.filter(pl.col("rank") <= 2 + number % 2).select("question_id", "session_id", turn_id=pl.col("session_id") + "/t1", rank="rank")
     rewrite(folder, "locator", evidence=named)
     answers = stage_table(folder, "generation", "answers").with_columns(citations=pl.lit([], pl.List(pl.String)))
