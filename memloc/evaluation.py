@@ -433,7 +433,7 @@ def earlier_stages(
 ) -> dict[str, dict]:     # {stage: {settings, counts, rows}}
     "What the finished stages of a run were told and what they counted."
     paths = sorted(Path(run_dir).glob("*/manifest.json"))
-    manifests = {path.parent.name: read_json(path) for path in paths if path.parent.name != "evaluation"}
+    manifests = {path.parent.name: read_json(path) for path in paths if path.parent.name not in ("evaluation", "report")}
     def told(manifest):
         rows = {name: entry["rows"] for name, entry in manifest["outputs"].items() if entry["rows"] is not None}
         return {name: manifest[name] for name in ("settings", "counts", "commit")} | {"rows": rows}
@@ -559,7 +559,7 @@ def report_of(
               "main": everything.to_dicts(), "paired": tests.to_dicts(), "above_ceiling": impossible.to_dicts(),
               "judge": {name: scores.extra[name].to_dicts() for name in ("judge", "prompts") if name in scores.extra},
               "answers_left_out": scores.extra["left_out"].to_dicts() if "left_out" in scores.extra else [],
-              "seconds": dict(stage_seconds(run_dir).iter_rows()), "stages": earlier_stages(run_dir)}
+              "seconds": dict(stage_seconds(run_dir).filter(pl.col("stage") != "report").iter_rows()), "stages": earlier_stages(run_dir)}
     counted = ", ".join(f"{n} {reason}" for reason, n in report["excluded"].items()) or "none"
     parts = everything.drop_nulls("k").sort("table", descending=True).partition_by("table", maintain_order=True)
     tables = [table(part, metric) for part in parts for metric in METRICS if metric in part["metric"]]

@@ -283,6 +283,7 @@ STAGE_CONFIGS = {
     "06_locator": "memloc.locator:LocatorConfig",
     "07_generation": "memloc.generation:GenerationConfig",
     "08_evaluation": "memloc.evaluation:EvaluationConfig",
+    "09_report": "memloc.report:ReportConfig",
     "baselines": "memloc.baselines:BaselinesConfig",
 }
 

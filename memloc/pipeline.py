@@ -19,7 +19,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -353,19 +353,22 @@ def notebook_html(
 
 
 def publish(
-    run_dir: Path,   # the run's folder
-    step: Step,      # its last stage
-) -> list[Path]:     # what is there now
-    "Put the last stage's findings into the run's own folder."
-    source = run_dir/step.stage
-    if (source/"report.json").is_file():
+    run_dir: Path,          # the run's folder
+    steps: Sequence[Step],  # its stages, in order
+) -> list[Path]:            # what is there now
+    "Put findings into the run's own folder: report and rows of the last stage that has them, and the last notebook as a page."
+    def last(name: str) -> Path | None:
+        return next((path for step in reversed(steps) if (path := run_dir/step.stage/name).is_file()), None)
+
+    if report := last("report.json"):
         with replacing(run_dir/"report.json") as temporary:
-            shutil.copyfile(source/"report.json", temporary)
-    if (source/"rows.parquet").is_file():
+            shutil.copyfile(report, temporary)
+    if rows := last("rows.parquet"):
         with replacing(run_dir/"rows.csv") as temporary:
-            read_table(source/"rows.parquet").write_csv(temporary)
+            read_table(rows).write_csv(temporary)
     with replacing(run_dir/"report.html") as temporary:
-        temporary.write_text(notebook_html(run_dir/"notebooks"/step.notebook.name, f"memloc run {run_dir.name}: {step.stage}"), "utf-8")
+        title = f"memloc run {run_dir.name}: {steps[-1].stage}"
+        temporary.write_text(notebook_html(run_dir/"notebooks"/steps[-1].notebook.name, title), "utf-8")
     return [run_dir/name for name in REPORT_FILES if (run_dir/name).is_file()]
 
 # %% ../nbs/parts/pipeline.ipynb #97f83444
@@ -450,6 +453,6 @@ def run_profile(
                 host = log["host"][step.stage]
                 logger.info("%s %8.1f s %8.0f MiB", label, host["seconds"], host["peak_memory_mib"] or 0)
             upstream[step.stage] = stage_manifest(run_dir, step.stage)["outputs"]
-        report = publish(run_dir, steps[-1])
+        report = publish(run_dir, steps)
     skipped = tuple(step.stage for step in steps if step.stage not in ran)
     return Run(run_dir, tuple(ran), skipped, tuple(report))

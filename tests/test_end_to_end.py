@@ -63,11 +63,11 @@ def test_a_server_killed_midway_and_a_server_that_misbehaves(project, server, tm
 
     server.start("--faults", "429,ok,malformed,empty,think")  # the two reads that are missing, two answers, of which one will do
     second = run()
-    assert second.ran == ("locator", "generation", "evaluation")
+    assert second.ran == ("locator", "generation", "evaluation", "report")
     assert stage_manifest(second.folder, "locator")["counts"]["errors"] == 1
     assert stage_manifest(second.folder, "generation")["counts"]["errors"] == 1
     third = run()
-    assert third.ran == ("locator", "generation", "evaluation")
+    assert third.ran == ("locator", "generation", "evaluation", "report")
     assert set(answered(server).values()) == {1} and len(answered(server)) == 6 + 2
     answers = stage_table(third.folder, "generation", "answers")
     assert set(answers["status"]) == {"ok"} and not answers["answer"].str.contains("think|<").any()
