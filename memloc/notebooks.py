@@ -284,6 +284,7 @@ STAGE_CONFIGS = {
     "07_generation": "memloc.generation:GenerationConfig",
     "08_evaluation": "memloc.evaluation:EvaluationConfig",
     "baselines": "memloc.baselines:BaselinesConfig",
+    "baseline_answers": "memloc.baseline_answers:BaselineAnswersConfig",
 }
 
 
