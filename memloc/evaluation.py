@@ -6,8 +6,8 @@
 __all__ = ['log', 'CHECKED', 'ANSWER_STAGES', 'SHARED', 'RANKING_STAGES', 'PAIRED', 'EvaluationConfig', 'parse_ks',
            'evidence_items', 'group_copies', 'evidence_ranks', 'metric_expressions', 'evaluate_rankings',
            'ceiling_scores', 'split_gold', 'question_groups', 'summarise_scores', 'Located', 'read_located',
-           'model_label', 'answer_groups', 'answer_tables', 'cited_evidence', 'read_scored_answers', 'judged',
-           'judge_failures', 'score_table', 'read_rankings', 'find_system', 'dataset_label', 'encoder_label',
+           'model_label', 'answer_groups', 'score_once', 'answer_tables', 'cited_evidence', 'read_scored_answers',
+           'judged', 'judge_failures', 'score_table', 'read_rankings', 'find_system', 'dataset_label', 'encoder_label',
            'earlier_stages', 'Scores', 'score_run', 'report_of', 'score_tables', 'paired_shown', 'category_table',
            'main_systems', 'trace_table', 'run_evaluation']
 
@@ -309,6 +309,19 @@ def answer_groups(
     return {"": shared} if set(own["question_id"]) == both else {"": own, SHARED: shared}, left_out
 
 # %% ../nbs/08_evaluation.ipynb #5dfe733c
+def score_once(
+    said: pl.DataFrame,       # system, question_id, answer, abstained
+    gold: pl.DataFrame,       # from `gold_answers`
+    bert_encoder: str = "",   # as for `score_answers`
+) -> pl.DataFrame:            # columns of `SCORES`
+    "`score_answers`, which sees each answer to a question once."
+    keys = ["question_id", "answer", "abstained"]
+    said = said.with_columns(pl.col("answer").fill_null(""))
+    each = said.select(keys).unique(maintain_order=True).with_row_index("system").with_columns(pl.col("system").cast(pl.String))
+    scores = score_answers(each, gold, bert_encoder).join(each.rename({"system": "place"}), left_on=["system", "question_id"], right_on=["place", "question_id"])
+    return as_scores(said.join(scores.drop("system"), on=keys).select("system", "question_id", "metric", "value").iter_rows())
+
+
 def answer_tables(
     config: EvaluationConfig,  # settings
     answers: pl.DataFrame,     # of one group
@@ -320,10 +333,10 @@ def answer_tables(
     tables, fixes = {"cost": answer_costs(answers)}, None
     if config.corrections:
         fixes = load_corrections(config.corrections)
-        tables["answers, corrected gold"] = score_answers(said, correct_gold(published, fixes), config.bert_encoder)
+        tables["answers, corrected gold"] = score_once(said, correct_gold(published, fixes), config.bert_encoder)
         ceiling = correct_answers(published, fixes).filter(pl.col("question_id").is_in(asked.implode()))
         said = pl.concat([said, ceiling])
-    tables["answers"] = score_answers(said, published, config.bert_encoder)
+    tables["answers"] = score_once(said, published, config.bert_encoder)
     if fixes is not None:
         kept = correct_gold(published, fixes)["question_id"]
         tables[CHECKED] = tables["answers"].filter(pl.col("question_id").is_in(kept.implode()), pl.col("metric").is_in(list(TEXT_METRICS)))
