@@ -34,7 +34,6 @@ from memloc.paper_tables import counterparts, generator_of
 from memloc.tables import merge_rows
 
 SYSTEMS = "no memory; full context; BM25, whole session; RecurSum"
-RECURSUM = "RecurSum, extractive writer (toy)"
 
 
 def session(name: str, *texts: str) -> KeptSession:
@@ -120,7 +119,7 @@ class TestContexts:
         assert "No part of the conversations was found" in chat_messages(empty)[1]["content"]
         assert "No part" not in chat_messages(ranked_context("What?", None, None, memory, 3))[1]["content"]
 
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=25)
     @given(st.lists(st.lists(st.integers(1, 5), max_size=4), max_size=5), st.integers(1, 30))
     def test_the_full_context_is_what_the_baselines_stage_kept(self, sizes, budget):
         memory = {f"s{i}": session(f"s{i}", *(f"A: {' '.join(['w']*n)}" for n in turns)) for i, turns in enumerate(sizes)}
@@ -134,7 +133,7 @@ class TestContexts:
         smaller = full_sessions(rows, memory, max(budget//2, 1))
         assert smaller == found[len(found) - len(smaller):]
 
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=25)
     @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(90, 260))
     def test_as_many_of_the_newest_sessions_as_fit_whichever_question_is_asked(self, sizes, window):
         sessions, model = [session(f"s{i}", f"A: {' '.join(['w']*n)}") for i, n in enumerate(sizes)], Toy(window)
@@ -151,7 +150,7 @@ SAID = st.lists(st.lists(WORD, min_size=1, max_size=4).map(lambda words: f"A: {'
 
 
 class TestStandIn:
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=25)
     @given(st.lists(SAID, min_size=1, max_size=3), st.lists(st.tuples(st.permutations(range(3)), st.lists(WORD, min_size=1, max_size=3)), min_size=1, max_size=5))
     def test_one_index_for_many_says_what_one_for_each_says(self, texts, asked):
         memory = {f"s{i}": session(f"s{i}", *turns) for i, turns in enumerate(texts)}
@@ -257,52 +256,54 @@ class TestReaders:
             answer(run_dir, Toy(fails=lambda text: "Next part" not in text), "MemAgent", n_questions=2)
 
 
-def with_baselines(folder, keep, systems=("RAPTOR, extractive writer (smollm2)", "no memory (smollm2)"), failing=()):
-    "A run with answers of baselines to some of its questions."
+RAPTOR = "RAPTOR, extractive writer (smollm2)"
+
+
+def with_baselines(folder, keep, failing=()):
+    "A run with answers of two baselines to some of its questions; RAPTOR cites the gold evidence, nobody else cites."
     make_answered(folder)
-    own = stage_table(folder, "generation", "answers").filter(pl.col("variant") == "cue")[:keep]
-    rows = [own.with_columns(variant=pl.lit(name), status=pl.when(pl.col("question_id").is_in(list(failing))).then(pl.lit("error: timeout")).otherwise("status"),
-                             citations=pl.concat_list(pl.lit("nowhere"))) for name in systems]
-    with Stage(folder, "baseline_answers", {"model": "local:smollm2"}) as stage:
-        stage.table("answers", pl.concat(rows), ["variant", "question_id"])
+    own = stage_table(folder, "generation", "answers").with_columns(citations=pl.lit([], pl.List(pl.String)))
+    gold = stage_table(folder, "data", "gold").select("question_id", cited="evidence_turns")
+    theirs = own.filter(pl.col("variant") == "cue")[:keep].join(gold, on="question_id", how="left")
+    failed = pl.when(pl.col("question_id").is_in(list(failing))).then(pl.lit("error: timeout")).otherwise("status").alias("status")
+    rows = [theirs.with_columns(failed, variant=pl.lit(name), citations=pl.col("cited" if name == RAPTOR else "citations")).drop("cited")
+            for name in (RAPTOR, "no memory (smollm2)")]
+    for stage, answers, model in (("generation", own, "local:smollm2"), ("baseline_answers", pl.concat(rows), "local:smollm2")):
+        with Stage(folder, stage, {"model": model}) as written:
+            written.table("answers", answers, ["variant", "question_id"])
     return folder
 
 
 class TestTables:
     def test_the_same_questions_one_table(self, tmp_path):
-        rows = run_evaluation(EvaluationConfig(n_bootstrap=100), with_baselines(tmp_path, 40))
-        found = rows.filter(table="answers", split="all", metric="f1")
-        assert set(found["system"]) == {"constant: not mentioned", "no memory (smollm2)", "cue (smollm2)", "RAPTOR, extractive writer (smollm2)"}
+        rows = run_evaluation(EvaluationConfig(n_bootstrap=100), with_baselines(tmp_path, 40)).filter(split="all")
+        found = rows.filter(table="answers", metric="f1")
+        assert set(found["system"]) == {"constant: not mentioned", "no memory (smollm2)", "cue (smollm2)", RAPTOR}
         assert found["n"].n_unique() == 1 and not rows["table"].str.starts_with(SHARED).any() and len(merge_rows(found)) == 4
-        costs = rows.filter(table="cost", split="all", metric="generator_tokens")
-        assert dict(costs.select("system", "value").iter_rows())["RAPTOR, extractive writer (smollm2)"] == 300
+        assert dict(rows.filter(table="cost", metric="generator_tokens").select("system", "value").iter_rows())[RAPTOR] == 300
+        cited = rows.filter(table="cited evidence")
+        assert set(cited["system"]) == {RAPTOR} and set(cited["value"]) == {100.0}
 
     def test_fewer_questions_two_tables_that_never_mix(self, tmp_path):
         rows = run_evaluation(EvaluationConfig(n_bootstrap=100), with_baselines(tmp_path, 10)).filter(split="all", metric="f1_trap")
         groups = {name: part for (name,), part in rows.partition_by("table", as_dict=True).items()}
         assert set(groups) == {"answers", f"{SHARED}answers"}
-        assert set(groups["answers"]["n"]) == {40} and not groups["answers"]["system"].str.starts_with("RAPTOR").any()
+        assert set(groups["answers"]["n"]) == {40} and RAPTOR not in set(groups["answers"]["system"])
         assert set(groups[f"{SHARED}answers"]["n"]) == {10} and len(groups[f"{SHARED}answers"]) == 4
-        report = (tmp_path/"evaluation"/"report.md").read_text()
-        assert f"{SHARED}cost. In tokens and seconds" in report
+        assert f"{SHARED}cost. In tokens and seconds" in (tmp_path/"evaluation"/"report.md").read_text()
         scores = stage_table(tmp_path, "evaluation", "per_question").filter(pl.col("k").is_null())
         assert not scores.select("system", "question_id", "metric").is_duplicated().any()
 
-    def test_failed_answers_are_listed(self, tmp_path):
-        ids = stage_table(with_baselines(tmp_path, 40), "data", "questions")["question_id"].to_list()
-        with_baselines(tmp_path, 40, failing=ids[:2])
-        groups, left_out = answer_groups(tmp_path)
+    def test_failed_answers_are_listed_and_leave_the_other_stage_whole(self, tmp_path):
+        ids = stage_table(make_answered(tmp_path), "data", "questions")["question_id"].to_list()[:2]
+        groups, left_out = answer_groups(with_baselines(tmp_path, 40, failing=ids))
         assert groups[""]["question_id"].n_unique() == 40 and groups[SHARED]["question_id"].n_unique() == 38
-        assert set(left_out["question_id"]) == set(ids[:2])
+        assert set(left_out["question_id"]) == set(ids)
 
     def test_without_the_generation_stage(self, tmp_path):
         shutil.rmtree(with_baselines(tmp_path, 12)/"generation")
-        rows = run_evaluation(EvaluationConfig(n_bootstrap=100), tmp_path).filter(table="answers", split="all", metric="f1_trap")
-        assert set(rows["n"]) == {12} and len(rows) == 3
-
-    def test_citations_are_evidence(self, tmp_path):
-        rows = run_evaluation(EvaluationConfig(n_bootstrap=100), with_baselines(tmp_path, 10)).filter(table=f"{SHARED}cited evidence", split="all")
-        assert set(rows["system"]) == {"RAPTOR, extractive writer (smollm2)"} and set(rows["value"]) == {0.0}
+        groups, left_out = answer_groups(tmp_path)
+        assert list(groups) == [""] and set(groups[""]["system"]) == {RAPTOR, "no memory (smollm2)"} and left_out.is_empty()
 
     def test_scoring_each_answer_once_changes_nothing(self, tmp_path):
         answers, gold = answer_groups(with_baselines(tmp_path, 40))[0][""], gold_answers(stage_table(tmp_path, "data", "gold"))
