@@ -444,20 +444,21 @@ def finished(
 
 
 def read_answers(
-    run_dir: str | Path,  # folder of the run
+    run_dir: str | Path,        # folder of the run
+    stage: str = "generation",  # that wrote them
 ) -> tuple[pl.DataFrame, pl.DataFrame]:  # answers with a column `system`; left out: question_id, reason
     "Answers of all variants on the questions that all of them answered."
-    table = stage_table(run_dir, "generation", "answers")
+    table = stage_table(run_dir, stage, "answers")
     if len(twice := table.filter(table.select("question_id", "variant").is_duplicated())):
-        raise ValueError(f"generation/answers: question {twice['question_id'][0]!r} was answered twice by variant "
-                         f"{twice['variant'][0]!r}; run the generation stage again")
+        raise ValueError(f"{stage}/answers: question {twice['question_id'][0]!r} was answered twice by variant "
+                         f"{twice['variant'][0]!r}; run the stage again")
     n = table["variant"].n_unique()
     failed = table.filter(pl.col("status") != "ok").select("question_id", reason=pl.col("variant") + ": " + pl.col("status"))
     some = table.group_by("question_id").len().filter(pl.col("len") < n).select("question_id", reason=pl.lit("not asked of every variant"))
     left_out = pl.concat([failed, some]).sort("question_id", "reason")
     if len(left_out):
-        log.warning("generation: %d of %d questions have no answer of every variant and are left out; the first: %s, %s",
-                    left_out["question_id"].n_unique(), table["question_id"].n_unique(), *left_out.row(0))
+        log.warning("%s: %d of %d questions have no answer of every variant and are left out; the first: %s, %s",
+                    stage, left_out["question_id"].n_unique(), table["question_id"].n_unique(), *left_out.row(0))
     kept = table.join(left_out, on="question_id", how="anti", maintain_order="left")
     name = pl.when(pl.col("variant") == "none").then(pl.lit(NO_MEMORY)).otherwise("variant")
     return kept.with_columns(system=name), left_out

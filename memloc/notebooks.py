@@ -285,6 +285,7 @@ STAGE_CONFIGS = {
     "08_evaluation": "memloc.evaluation:EvaluationConfig",
     "09_report": "memloc.report:ReportConfig",
     "baselines": "memloc.baselines:BaselinesConfig",
+    "baseline_answers": "memloc.baseline_answers:BaselineAnswersConfig",
 }
 
 

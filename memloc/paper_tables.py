@@ -159,7 +159,7 @@ def counterparts(
         return granularity_counterparts(system)
     if "Table 10" in table:
         name, generator = system.removesuffix(")").split(" (", 1)
-        return ((f"cue ({generator.lower()}*)", "*", ""),) if name == "MemLoc" else ((f"{name} ({generator.lower()}*)", "*", ""),)
+        return ((f"cue ({generator.lower()}*)", "*", ""),) if name == "MemLoc" else tuple((f"{name}{writer} ({generator.lower()}*)", "*", "") for writer in ("", ", * writer"))
     known = RETRIEVAL if system in RETRIEVAL else ANSWERS
     return known.get(system, ((f"{system}*", "*", "rebuilt from its description"),))
 
@@ -177,7 +177,7 @@ def differences(
     remark: str = "",           # of the counterpart
 ) -> str:
     "What differs between a published row and ours, in words."
-    found, answers = [], ours["table"] in ("answers", "judge", "cost")
+    found, answers = [], ours["table"].removeprefix("shared questions: ") in ("answers", "judge", "cost")
     if "none" not in (theirs["encoder"], ours["encoder"]) and theirs["encoder"].lower() != ours["encoder"].lower():
         found.append(f"encoder {ours['encoder']}, not {theirs['encoder']}" if theirs["encoder"] != "not stated" else f"encoder {ours['encoder']}, theirs not stated")
     if answers:
@@ -304,7 +304,7 @@ def own_lines(
         for other in others:
             lines += [_line(None, row, empty="the paper has no value on this data", differs=remark) | {"system": theirs["system"], "metric": row["metric"]}
                       for row, remark in records.beside(theirs | {"dataset": other})]
-    unique = {tuple(line[name] for name in ("dataset", "metric", "our_metric", "system", "our_system", "k", "file")): line for line in lines}
+    unique = {tuple(line[name] for name in ("dataset", "metric", "our_metric", "system", "our_system", "k", "n", "file")): line for line in lines}
     return list(unique.values())
 
 # %% ../nbs/parts/paper_tables.ipynb #298bba54
