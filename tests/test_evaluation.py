@@ -462,11 +462,25 @@ def rows_for(systems, split="all", dataset="locomo@79fa87e9", **changes):
 
 @pytest.mark.parametrize(
     "change",
-    [{"metric": "recall_all"}, {"split": "dev"}, {"dataset": "locomo@00000000"}, {"dataset": "other"}, {"commit": "z"}],
+    [{"metric": "recall_all"}, {"split": "dev"}, {"dataset": "locomo@00000000"}, {"dataset": "other"}, {"commit": "z"},
+     {"dataset": "locomo@79fa87e9 stratified:200 seed 13"}, {"dataset": "locomo@79fa87e9 first 40"}],
 )
 def test_merging_what_differs_is_refused(change):
     with pytest.raises(ValueError):
         merge_rows(rows_for(["a"]), rows_for(["a"], **change))
+
+
+def test_a_subset_stands_beside_nothing_else():
+    part = "locomo@79fa87e9 stratified:200 seed 13"
+    assert len(merge_rows(rows_for(["a"], dataset=part), rows_for(["b"], dataset=part))) == 4
+    for other in ("locomo@79fa87e9", "locomo", "locomo@79fa87e9 stratified:200 seed 14", "locomo@79fa87e9 stratified:100 seed 13"):
+        with pytest.raises(ValueError, match="rows of a subset of the questions and of others"):
+            merge_rows(rows_for(["a"], dataset=part), rows_for(["b"], dataset=other))
+    paper, notes = load_paper()
+    assert beside_paper(rows_for(["memloc"], dataset="locomo@79fa87e9"), paper, notes) and not beside_paper(rows_for(["memloc"], dataset=part), paper, notes)
+    low = rows_for(["ceiling"], dataset=part).with_columns(value=pl.lit(1.0))
+    assert above_ceiling(rows_for(["a"], dataset=part), low).height == 2  # the ceiling of the subset
+    assert above_ceiling(rows_for(["a"], dataset="locomo@79fa87e9"), low).is_empty()  # says nothing about the whole
 
 
 def test_longmemeval_s_is_not_m():
