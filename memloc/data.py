@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['KNOWN', 'LAYOUTS', 'ALIASES', 'SORT_BY', 'DataConfig', 'plain', 'read_content', 'parse_records', 'identify',
            'data_files', 'load', 'sample_path', 'sample', 'turn_text', 'session_text', 'lint_report', 'lint_table',
-           'detect_layout', 'lint_file', 'limited', 'run_data', 'DATASETS', 'Dataset', 'describe', 'fetch',
-           'parse_date', 'validate']
+           'detect_layout', 'lint_file', 'largest_remainders', 'stratified', 'kept_questions', 'limited', 'subset_of',
+           'run_data', 'DATASETS', 'Dataset', 'describe', 'fetch', 'parse_date', 'validate']
 
 # %% ../nbs/00_data.ipynb #e8f9d495
 import gzip
@@ -17,10 +17,12 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 # %% ../nbs/00_data.ipynb #820a8c8a
@@ -41,6 +43,8 @@ class DataConfig:
     captions: bool = True             # keep descriptions of pictures with their turns
     allow_unknown_hash: bool = False  # accept a file whose checksum is not that of a known release
     limit_questions: int = 0          # keep only the first so many questions; 0 keeps all
+    subset: str = ""                  # "stratified:200" draws so many, by category and conversation; empty keeps all
+    subset_seed: int = 13             # draws them, >= 0
 
 # %% ../nbs/00_data.ipynb #5ea1ccdc
 def plain(
@@ -325,7 +329,62 @@ def lint_file(
         dataset = known or detect_layout(parse_records(content, Path(path).name), Path(path).name)
     return load(dataset, path, allow_unknown_hash=True)
 
-# %% ../nbs/00_data.ipynb #0f6dee8b
+# %% ../nbs/00_data.ipynb #ed4a7837
+def largest_remainders(
+    sizes: list[int],  # of the strata, each >= 1
+    n: int,            # seats, 1 to the sum of the sizes
+) -> list[int]:        # seats of each stratum, n in all
+    "Seats in proportion to size; none is left empty where n allows."
+    total = sum(sizes)
+    seats, rest = [n*size//total for size in sizes], [n*size % total for size in sizes]
+    for i in sorted(range(len(sizes)), key=lambda i: (-rest[i], i))[:n - sum(seats)]:
+        seats[i] += 1
+    while n >= len(sizes) and 0 in seats:
+        giver = max((i for i, count in enumerate(seats) if count > 1), key=lambda i: (seats[i]*total - n*sizes[i], -i))
+        seats[giver] -= 1
+        seats[seats.index(0)] += 1
+    return seats
+
+# %% ../nbs/00_data.ipynb #497c3747
+def stratified(
+    questions: pl.DataFrame,  # question_id, conversation_id, category
+    n: int,                   # how many, 1 to the number of rows
+    seed: int = 13,           # draws them
+) -> list[str]:               # question ids, sorted
+    "A random part of the questions with the categories, and roughly the conversations, of the whole."
+    rng, owed, chosen = np.random.default_rng(seed), {}, []
+    table = questions.with_columns(pl.col("category").fill_null("")).sort("category", "conversation_id", "question_id")
+    categories = table.partition_by("category", maintain_order=True)
+    for part, seats in zip(categories, largest_remainders([len(part) for part in categories], n), strict=True):
+        pools = {pool["conversation_id"][0]: pool["question_id"].to_list()
+                 for pool in part.partition_by("conversation_id", maintain_order=True)}
+        taken = {name: seats*len(pool)//len(part) for name, pool in pools.items()}
+        for name, pool in pools.items():
+            owed[name] = owed.get(name, 0) + Fraction(seats*len(pool), len(part)) - taken[name]
+        luck = dict(zip(pools, rng.permutation(len(pools)).tolist(), strict=True))
+        waiting = sorted((name for name in pools if taken[name] < len(pools[name])), key=lambda name: (-owed[name], luck[name]))
+        for name in waiting[:seats - sum(taken.values())]:
+            taken[name] += 1
+            owed[name] -= 1
+        for name, pool in pools.items():
+            chosen += [pool[i] for i in rng.permutation(len(pool))[:taken[name]].tolist()]
+    return sorted(chosen)
+
+# %% ../nbs/00_data.ipynb #cee46c9d
+def kept_questions(
+    dataset: Dataset,         # loaded data
+    questions: pl.DataFrame,  # rows of its questions
+    subset: str,              # how they were chosen, like "first 40"
+) -> Dataset:
+    "The data set with these questions and the conversations they are about."
+    if len(questions) == len(dataset.questions):
+        return dataset
+    kept = {name: getattr(dataset, name).join(questions, "conversation_id", "semi", maintain_order="left")
+            for name in ("conversations", "sessions", "turns", "annotations")}
+    gold = dataset.gold.join(questions, "question_id", "semi", maintain_order="left")
+    return validate(replace(dataset, questions=questions, gold=gold, subset=subset, **kept))
+
+
 def limited(
     dataset: Dataset,  # loaded data
     n_questions: int,  # how many to keep; 0 keeps all
@@ -333,15 +392,27 @@ def limited(
     "The first questions and the conversations they are about."
     if n_questions < 0:
         raise ValueError(f"limit_questions={n_questions} is negative; 0 keeps all questions")
-    if n_questions == 0:
+    return kept_questions(dataset, dataset.questions.head(n_questions), f"first {n_questions}") if n_questions else dataset
+
+
+def subset_of(
+    dataset: Dataset,  # loaded data
+    subset: str,       # like "stratified:200"; empty: all questions
+    seed: int = 13,    # draws them
+) -> Dataset:
+    "The part of a data set that the settings name."
+    if not subset:
         return dataset
-    questions = dataset.questions.head(n_questions)
-    kept = {name: getattr(dataset, name).join(questions, "conversation_id", "semi", maintain_order="left")
-            for name in ("conversations", "sessions", "turns", "annotations")}
-    gold = dataset.gold.join(questions, "question_id", "semi", maintain_order="left")
-    return validate(replace(dataset, questions=questions, gold=gold, **kept))
+    kind, _, number = subset.partition(":")
+    n, total = int(number) if number.isascii() and number.isdecimal() else 0, len(dataset.questions)
+    if kind != "stratified" or not 1 <= n <= total or seed < 0:
+        raise ValueError(f"subset={subset!r} with subset_seed={seed}: write 'stratified:N' with N from 1 to the {total} questions "
+                         f"of {dataset.label} and a seed >= 0, or leave subset empty to keep all")
+    strata = dataset.questions.join(dataset.gold.select("question_id", "category"), on="question_id", how="left")
+    chosen = dataset.questions.filter(pl.col("question_id").is_in(stratified(strata, n, seed)))
+    return kept_questions(dataset, chosen, f"stratified:{n} seed {seed}")
 
-
+# %% ../nbs/00_data.ipynb #0f6dee8b
 SORT_BY = {"conversations": "conversation_id", "sessions": ["conversation_id", "position"],
            "turns": ["conversation_id", "session_id", "position"], "questions": "question_id", "gold": "question_id",
            "annotations": ["session_id", "kind", "member"], "lint": ["file", "record", "field", "rule", "value"]}
@@ -353,10 +424,13 @@ def run_data(
 ) -> pl.DataFrame:        # table, rows
     "Load a data set and write its tables to `<run_dir>/data/`."
     path = Path(config.data) if config.data else None
+    if config.subset and config.limit_questions:
+        raise ValueError(f"subset={config.subset!r} and limit_questions={config.limit_questions}: choose one of them")
     loaded = limited(load(config.dataset, path, config.captions, config.allow_unknown_hash), config.limit_questions)
+    loaded = subset_of(loaded, config.subset, config.subset_seed)
     with Stage(run_dir, "data", config, data_files(path or sample_path())) as stage:
         for name, table in loaded.tables().items():
             stage.table(name, table, SORT_BY[name])
-        stage.json("dataset", {"name": loaded.name, "sha256": loaded.sha256, "label": loaded.label})
+        stage.json("dataset", {"name": loaded.name, "sha256": loaded.sha256, "subset": loaded.subset, "label": loaded.label})
         stage.count(**{name: table.height for name, table in loaded.tables().items()})
     return pl.DataFrame({"table": list(COLUMNS), "rows": [table.height for table in loaded.tables().values()]})

@@ -629,7 +629,7 @@ def report_of(
              f"{date}, commit {commit}.")
     lines = [f"# Results on {scores.dataset}", first, *(tables or ["No question can be scored for retrieval, so there are no tables of rankings."]),
              "## Paired differences", paired_shown(tests) if len(tests) else "There is nothing to compare.",
-             "## The paper's rows beside ours", *(beside or ["There are no published rows for this dataset."]),
+             "## The paper's rows beside ours", *(beside or ["There are no published rows for these questions."]),
              *(["## Evidence, answers and cost", *more] if more else []), f"{len(impossible)} rows are above the ceiling."]
     return report, "\n\n".join(str(line) for line in lines) + "\n"
 

@@ -30,7 +30,7 @@ from .artifacts import replacing
 from .plots import MARKERS, PALETTE, STYLE
 from .results import read_rows
 from .schema import Dataset
-from .tables import METRICS, ROWS, Table, load_paper, merge_rows, plain_name
+from .tables import METRICS, ROWS, Table, load_paper, merge_rows, plain_name, subset_name
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +190,8 @@ def differences(
         found.append("their number of questions is not stated" if ours["table"] != "data" else f"counted over {ours['n']:,} of the conversations")
     elif theirs["n"] != ours["n"]:
         found.append(f"{ours['n']:,} questions, not {theirs['n']:,}")
+    if part := subset_name(ours["dataset"]):
+        found.append(f"a subset of the questions: {part}")
     if plain_name(theirs["dataset"]).startswith("longmemeval"):
         found.append("cleaned release of the data, theirs not stated")
     return "; ".join(part for part in [*found, remark] if part)

@@ -52,11 +52,12 @@ class Dataset:
     gold: pl.DataFrame           # one row a question: answer and evidence
     annotations: pl.DataFrame    # one row a summary, event or observation
     lint: pl.DataFrame           # one row an irregularity
+    subset: str = ""             # which of the questions, like "stratified:200 seed 13"; empty: all
 
     @property
     def label(self) -> str:
-        "Name and first eight digits of the checksum, like `locomo@79fa87e9`."
-        return f"{self.name}@{self.sha256[:8]}"
+        "Name and first eight digits of the checksum, like `locomo@79fa87e9`, and the subset if it is one."
+        return " ".join(filter(None, [f"{self.name}@{self.sha256[:8]}", self.subset]))
 
     def tables(self) -> dict[str, pl.DataFrame]:
         "All seven tables by name."

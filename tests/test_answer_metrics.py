@@ -184,6 +184,72 @@ def test_protocols():
     assert "f1_trap" not in score_answers(answers_of("x"), gold_answers(GOLD.with_columns(trap=pl.lit(None, pl.String))))["metric"].to_list()
 
 
+def test_f1_by_hand():
+    # dog, named, rex against rex, big, dog (articles go): 2 shared words, 2*2/(3 + 3)
+    assert token_f1("a dog named Rex", ["Rex, the big dog"]) == squad_f1("a dog named Rex", ["Rex, the big dog"]) == pytest.approx(2 / 3)
+    # tea, tea, cup against tea, cup, full: tea is shared once, cup once: 2*2/(3 + 3)
+    assert token_f1("tea tea cup", ["tea cup full"]) == pytest.approx(2 / 3)
+    assert exact_match("The dog, Rex!", ["dog rex"]) == 1 and exact_match("rex dog", ["dog rex"]) == 0
+    assert token_f1("rex dog", ["dog rex"]) == 1  # F1 knows no order
+
+
+@pytest.mark.parametrize(("answer", "gold", "ours", "squad"), [
+    ("2023-05-07", "7 May 2023", 1, 0), ("fifteen", "15", 1, 0), ("self care", "self-care", 1, 0), ("2500", "2,500", 1, 1), ("1.5", "15", 0, 1),
+    ("fifteen cats", "15 cats", 1, 0.5)])
+def test_two_definitions_of_f1(answer, gold, ours, squad):
+    assert (token_f1(answer, [gold]), squad_f1(answer, [gold])) == (ours, squad)
+    scores = score_answers(answers_of(answer), gold_answers(GOLD[:1].with_columns(answer=pl.lit(gold))))
+    assert (value_of(scores, "q1", "f1"), value_of(scores, "q1", "f1_squad")) == (ours, squad)  # both are in every table
+
+
+some_words = st.lists(st.sampled_from(["the", "Cat,", "cat", "sat", "on", "a", "mat", "7.5", "tea!", "tea"]), max_size=9).map(" ".join)
+
+
+@relaxed
+@given(some_words, some_words)
+def test_bleu_is_sacrebleu_for_any_answer(answer, gold):
+    from sacrebleu import sentence_bleu
+    theirs = sentence_bleu(answer, [gold], lowercase=True, use_effective_order=True).score / 100
+    assert bleu4(answer, [gold]) == pytest.approx(min(1.0, theirs), abs=1e-12)
+
+
+def test_bleu_by_hand():
+    # orders 1 to 4 of six words each: 5/6, 3/5, 2/4, 1/3; their product is 1/12
+    assert bleu4("the cat sat on the mat", ["the cat sat on a mat"]) == pytest.approx((1 / 12) ** 0.25)
+    # all orders whole, but four words for six: exp(1 - 6/4)
+    assert bleu4("the cat sat on", ["the cat sat on a mat"]) == pytest.approx(math.exp(-0.5))
+
+
+def test_definitions_of_bleu_differ():
+    from sacrebleu import corpus_bleu, sentence_bleu
+    # two words have no orders 3 and 4: left out here, smoothed to a small number where the order is not effective
+    assert bleu4("green tea", ["green tea"]) == 1 > sentence_bleu("green tea", ["green tea"], use_effective_order=False).score / 100
+    several = ["green tea with mint", "tea with a lot of mint"]
+    # of several accepted answers the nearest counts; several references at once count the words of all
+    assert bleu4("green tea with a lot of mint", several) < sentence_bleu("green tea with a lot of mint", several, use_effective_order=True).score / 100
+    answers, golds = ["the cat sat on the mat", "tea"], ["the cat sat on a mat", "a pot of tea"]
+    mean = (bleu4(answers[0], [golds[0]]) + bleu4(answers[1], [golds[1]])) / 2
+    assert abs(mean - corpus_bleu(answers, [golds]).score / 100) > 0.02  # ours is a mean over questions
+
+
+def test_rouge_by_hand():
+    # longest common subsequence "tea and honey": precision 3/5, recall 3/4, F1 2*3/(5 + 4)
+    assert rouge_l("tea with milk and honey", ["milk tea and honey"]) == pytest.approx(2 / 3)
+    assert token_f1("tea with milk and honey", ["milk tea and honey"]) == pytest.approx(2 * 4 / 9)  # without order
+
+
+def test_counting_traps_turns_the_order_of_two_answerers():
+    careful = answers_of("7 May 2023", "15", "red", "Not mentioned.", system="careful")
+    credulous = answers_of("7 May 2023", "15", "red", "a red bicycle", system="credulous")
+    scores = score_answers(pl.concat([careful, credulous]), gold_answers(GOLD))
+    mean = {key: (value, n) for *key, value, n in scores.group_by("system", "metric").agg(pl.col("value").mean(), pl.len()).iter_rows() for key in [tuple(key)]}
+    # answerable questions only: 1 + 1 + 0 of three, for both
+    assert mean["careful", "f1"] == mean["credulous", "f1"] == (pytest.approx(2 / 3), 3)
+    # with the trap as gold: 1 + 1 + 0 + 0 against 1 + 1 + 0 + 1 of four; who is taken in is ahead
+    assert mean["careful", "f1_trap"] == (pytest.approx(2 / 4), 4) and mean["credulous", "f1_trap"] == (pytest.approx(3 / 4), 4)
+    assert mean["careful", "abstention"] == (1, 1) and mean["credulous", "abstention"] == (0, 1)
+
+
 def test_the_constant_answer_pays_only_for_abstention():
     scores = score_answers(constant_answers(GOLD["question_id"]), gold_answers(GOLD))
     means = dict(scores.group_by("metric").agg(pl.col("value").mean()).iter_rows())

@@ -18,9 +18,21 @@ from hypothesis import strategies as st
 
 from memloc.artifacts import stage_table
 from memloc.cleaning import is_telling
-from memloc.data import KNOWN, DataConfig, lint_file, lint_report, load, run_data
+from memloc.data import (
+    KNOWN,
+    DataConfig,
+    largest_remainders,
+    lint_file,
+    lint_report,
+    load,
+    run_data,
+    stratified,
+    subset_of,
+)
+from memloc.evaluation import dataset_label
 from memloc.fetch import DATASETS, Source, fetch
 from memloc.schema import COLUMNS, LABEL_FREE
+from memloc.tables import subset_name
 
 REAL = Path(__file__).resolve().parents[2]/"shared"/"data"
 LOCOMO = REAL/"locomo"/"locomo10.json"
@@ -288,6 +300,86 @@ def test_run_data_writes_what_it_loaded(tmp_path):
     first, again = ((tmp_path/run/"data"/"turns.parquet").read_bytes() for run in ("run", "run"))
     run_data(DataConfig("plain", str(path)), tmp_path/"again")
     assert first == again == (tmp_path/"again"/"data"/"turns.parquet").read_bytes()
+
+
+# a part of the questions
+
+def strata(sizes: dict[str, dict[str, int]]) -> pl.DataFrame:
+    "Questions of {conversation: {category: number}}."
+    rows = [(f"{c}/{kind}{i:03d}", c, kind) for c, kinds in sizes.items() for kind, n in kinds.items() for i in range(n)]
+    return pl.DataFrame(rows, schema={"question_id": pl.String, "conversation_id": pl.String, "category": pl.String}, orient="row")
+
+
+SIZES = st.dictionaries(st.sampled_from("abcdefgh"), st.dictionaries(st.sampled_from("uvwxyz"), st.integers(1, 30), min_size=1), min_size=1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SIZES, st.data())
+def test_a_stratified_subset_has_the_shares_of_the_whole(sizes, data):
+    questions = strata(sizes)
+    n, seed = data.draw(st.integers(1, len(questions))), data.draw(st.integers(0, 3))
+    chosen = stratified(questions, n, seed)
+    assert len(set(chosen)) == len(chosen) == n and chosen == sorted(chosen)
+    assert chosen == stratified(questions.sample(fraction=1, shuffle=True, seed=seed), n, seed)
+    part, kinds = questions.filter(pl.col("question_id").is_in(chosen)), questions["category"].n_unique()
+    got, whole = (dict(frame["category"].value_counts().iter_rows()) for frame in (part, questions))
+    if n >= kinds:
+        assert set(got) == set(whole)
+    for kind, size in whole.items():
+        share = n*size/len(questions)
+        low = share - 1 - kinds if kinds > 1 else share - 1  # one seat for rounding, at most one given to each empty category
+        assert max(low, 0) <= got.get(kind, 0) < share + 1 + 1e-9 and got.get(kind, 0) <= size
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=8), st.data())
+def test_seats_add_up(sizes, data):
+    n = data.draw(st.integers(1, sum(sizes)))
+    seats = largest_remainders(sizes, n)
+    assert sum(seats) == n and all(0 <= seat <= size for seat, size in zip(seats, sizes, strict=True))
+    if n >= len(sizes):
+        assert min(seats) >= 1
+    exact = [n*size/sum(sizes) for size in sizes]
+    if min(exact) >= 1:
+        assert all(abs(seat - share) < 1 for seat, share in zip(seats, exact, strict=True))
+
+
+def test_conversations_get_their_share_over_all_categories():
+    questions = strata({f"c{i}": {kind: 5 for kind in "uvwxyz"} for i in range(10)})  # 30 questions each, five of a kind
+    for seed in range(3):
+        part = questions.filter(pl.col("question_id").is_in(stratified(questions, 42, seed)))
+        assert set(part["category"].value_counts()["count"]) == {7}
+        assert set(part["conversation_id"].value_counts()["count"]) <= {4, 5} and part["conversation_id"].n_unique() == 10
+    draws = {tuple(stratified(questions, 42, seed)) for seed in range(5)}
+    assert len(draws) == 5
+
+
+def test_a_subset_carries_its_name_into_the_run(tmp_path):
+    whole = load("sample")
+    part = subset_of(whole, "stratified:30", 2)
+    assert (part.label, whole.label) == (f"{whole.label} stratified:30 seed 2", f"sample@{whole.sha256[:8]}")
+    assert part.gold["category"].n_unique() == whole.gold["category"].n_unique()
+    assert set(part.questions["conversation_id"]) == set(part.conversations["conversation_id"])
+    run_data(DataConfig(subset="stratified:30", subset_seed=2), tmp_path/"run")
+    assert json.loads((tmp_path/"run/data/dataset.json").read_text())["label"] == dataset_label(tmp_path/"run") == part.label
+    assert subset_name(part.label) == "stratified:30 seed 2" and subset_name(whole.label) == ""
+    assert stage_table(tmp_path/"run", "data", "questions")["question_id"].to_list() == sorted(part.questions["question_id"])
+    run_data(DataConfig(subset="stratified:30", subset_seed=2), tmp_path/"again")
+    assert (tmp_path/"run/data/questions.parquet").read_bytes() == (tmp_path/"again/data/questions.parquet").read_bytes()
+    assert subset_of(whole, "stratified:30", 3).questions["question_id"].to_list() != part.questions["question_id"].to_list()
+
+
+@pytest.mark.parametrize("config", [DataConfig(subset="stratified:0"), DataConfig(subset="stratified:-3"), DataConfig(subset="stratified:x"), DataConfig(subset="200"),
+                                    DataConfig(subset="stratified"), DataConfig(subset="stratified:129"), DataConfig(subset="stratified:٢٠"),
+                                    DataConfig(subset="stratified:5", subset_seed=-1)])
+def test_subsets_that_make_no_sense(tmp_path, config):
+    with pytest.raises(ValueError, match=r"subset=.* write 'stratified:N' with N from 1 to the 128 questions of sample@"):
+        run_data(config, tmp_path)
+
+
+def test_two_ways_of_taking_a_part_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="subset='stratified:5' and limit_questions=4: choose one"):
+        run_data(DataConfig(subset="stratified:5", limit_questions=4), tmp_path)
 
 
 # any plain file survives the way into the tables

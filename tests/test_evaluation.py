@@ -12,7 +12,7 @@ import pytest
 import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ir_measures import RR, R, nDCG
+from ir_measures import RR, R, Success, nDCG
 from statsmodels.stats.contingency_tables import mcnemar
 
 from memloc.artifacts import Stage, stage_manifest, stage_table
@@ -28,6 +28,7 @@ from memloc.evaluation import (
     split_gold,
 )
 from memloc.plots import category_bars, interval_dots, recall_curves
+from memloc.routing import ranking_table
 from memloc.tables import (
     METRICS,
     ROWS,
@@ -152,6 +153,101 @@ def test_all_any_and_lme_ndcg_agree_with_loops(problem):
             )
 
 
+IR_NAMES = {"R": "recall", "nDCG": "ndcg", "RR": "mrr", "Success": "recall_any"}
+
+
+def in_ir_measures(evidence, scored, measures=(R, nDCG, RR, Success), ks=KS):
+    "{(question, metric, k): value} of rankings {question: {session: score}}."
+    qrels = [ir_measures.Qrel(question, session, 1) for question, sessions in evidence.items() for session in sessions]
+    run = [ir_measures.ScoredDoc(question, session, score) for question, each in scored.items() for session, score in each.items()]
+    found = ir_measures.iter_calc([measure @ k for measure in measures for k in ks], qrels, run)
+    return {(one.query_id, IR_NAMES[one.measure.NAME], one.measure["cutoff"]): one.value for one in found}
+
+
+@st.composite
+def tied_problems(draw):
+    "Scores of which many are equal, and evidence, some of it not ranked."
+    sessions = [f"s{i:02d}" for i in range(draw(st.integers(1, 12)))]
+    scores = {f"q{i}": {session: draw(st.sampled_from([0.0, 0.5, 1.0])) for session in sessions} for i in range(draw(st.integers(1, 3)))}
+    evidence = {name: draw(st.lists(st.sampled_from([*sessions, "elsewhere", "nowhere"]), min_size=1, max_size=5, unique=True)) for name in scores}
+    return scores, evidence
+
+
+def mirrored(session):
+    "A name that sorts the other way round."
+    return "".join(chr(0x7E - ord(character) + 0x21) for character in session)
+
+
+@settings(max_examples=30, deadline=None)
+@given(tied_problems())
+def test_ties_go_by_name_and_then_agree_with_ir_measures(problem):
+    scores, evidence = problem
+    names = list(next(iter(scores.values())))
+    values = np.array([[each[name] for name in names] for each in scores.values()])
+    ours = values_of(evaluate_rankings(ranking_table("a", list(scores), names, values), gold_frame(evidence), KS))
+    theirs = in_ir_measures(evidence, scores, [RR])  # ties by ascending name, as ours
+    theirs |= in_ir_measures(  # the other measures break ties by descending name
+        {question: [mirrored(session) for session in each] for question, each in evidence.items()},
+        {question: {mirrored(session): score for session, score in each.items()} for question, each in scores.items()},
+        [R, nDCG, Success])
+    assert len(theirs) == len(evidence) * len(IR_NAMES) * len(KS)
+    for (question, metric, k), value in theirs.items():
+        assert ours["a", question, metric, k] == pytest.approx(value, abs=1e-9), (metric, k)
+        if metric == "recall":
+            assert ours["a", question, "recall_all", k] == float(value > 1 - 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems())
+def test_lme_ndcg_is_the_standard_gain_of_the_ranking_without_its_first(problem):
+    lists, evidence = problem
+    ours = values_of(evaluate_rankings(ranking_frame(lists), gold_frame(evidence), KS))
+    rest = {question: {session: -rank for rank, session in enumerate(sessions[1:])} for (_, question), sessions in lists.items()}
+    rest = {question: each or {"none": 0.0} for question, each in rest.items()}
+    theirs = in_ir_measures(evidence, rest, [nDCG], [k - 1 for k in KS if k > 1])
+
+    def ideal(n, k):
+        return sum(1 / math.log2(rank + 1) for rank in range(1, min(n, k) + 1))
+
+    for (_, question), sessions in lists.items():
+        n, first = len(evidence[question]), float(sessions[0] in evidence[question])
+        assert ours["a", question, "ndcg_lme", 1] == first
+        for k in KS[1:]:
+            gain = first + theirs[question, "ndcg", k - 1] * ideal(n, k - 1)
+            assert ours["a", question, "ndcg_lme", k] == pytest.approx(gain / (1 + ideal(n - 1, k - 1)), abs=1e-9)
+
+
+# Ranking s4 s1 s5 s2 s3; evidence s1 (rank 2), s2 (rank 4), s9 (not ranked). 1/log2(3) = 0.6309, 1/log2(5) = 0.4307
+#   ndcg: gains 1/log2(rank + 1), the best three are 1 + 0.6309 + 0.5 = 2.1309 (at k = 1: 1)
+#   ndcg_lme: gains 1, 1, 1/log2(3), 1/log2(4), ..., the best three are 1 + 1 + 0.6309 = 2.6309
+BY_HAND = {
+    "recall": {1: 0, 3: 1 / 3, 5: 2 / 3, 10: 2 / 3},
+    "recall_all": {1: 0, 3: 0, 5: 0, 10: 0},
+    "recall_any": {1: 0, 3: 1, 5: 1, 10: 1},
+    "ndcg": {1: 0, 3: 0.6309 / 2.1309, 5: (0.6309 + 0.4307) / 2.1309, 10: (0.6309 + 0.4307) / 2.1309},
+    "ndcg_lme": {1: 0, 3: 1 / 2.6309, 5: (1 + 0.5) / 2.6309, 10: (1 + 0.5) / 2.6309},
+    "mrr": {1: 0, 3: 1 / 2, 5: 1 / 2, 10: 1 / 2},
+}
+
+
+def test_a_ranking_worked_by_hand():
+    ours = values_of(evaluate_rankings(ranking_frame({("a", "q"): ["s4", "s1", "s5", "s2", "s3"]}), gold_frame({"q": ["s1", "s2", "s9"]}), KS))
+    assert {metric for _, _, metric, _ in ours} == set(BY_HAND)
+    for metric, at in BY_HAND.items():
+        for k, value in at.items():
+            assert ours["a", "q", metric, k] == pytest.approx(value, abs=1e-4), (metric, k)
+
+
+def test_published_definitions_differ_and_both_are_there():
+    rankings = ranking_frame({("first", "q"): ["s1", "s2", "s3"], ("second", "q"): ["s2", "s1", "s3"], ("second", "p"): ["s1", "s3", "s2"],
+                              ("first", "p"): ["s1", "s3", "s2"]})
+    ours = values_of(evaluate_rankings(rankings, gold_frame({"q": ["s1"], "p": ["s1", "s2"]}), (1, 2)))
+    assert [ours[system, "q", "ndcg", 2] for system in ("first", "second")] == pytest.approx([1, 1 / math.log2(3)])
+    assert [ours[system, "q", "ndcg_lme", 2] for system in ("first", "second")] == [1, 1]  # LongMemEval's cannot tell them apart
+    assert [ours["first", "p", metric, 2] for metric in ("recall_any", "recall", "recall_all")] == [1, 0.5, 0]  # one of two pieces
+    assert (ours["first", "p", "recall", 1], ours["first", "p", "ndcg", 1]) == (0.5, 1)  # at k = 1 recall cannot be whole, the gain can
+
+
 @settings(max_examples=40, deadline=None)
 @given(problems())
 def test_nothing_exceeds_the_ceiling(problem):
@@ -271,6 +367,34 @@ def test_mcnemar_agrees_with_statsmodels():
         assert mcnemar_p_value(a, b) == pytest.approx(mcnemar(counts, exact=True).pvalue, abs=1e-12)
 
 
+def test_mcnemar_by_hand():
+    # six questions only a has, one only b has: 2 * (C(7,0) + C(7,1)) / 2**7 = 2 * 8 / 128
+    a, b = np.array([1] * 6 + [0] + [1] * 10 + [0] * 3), np.array([0] * 6 + [1] + [1] * 10 + [0] * 3)
+    assert mcnemar_p_value(a, b) == mcnemar_p_value(b, a) == pytest.approx(0.125)
+    assert mcnemar_p_value(a[:6], b[:6]) == pytest.approx(2 / 2**6)  # six to none
+    assert mcnemar_p_value(a[7:], b[7:]) == 1.0  # they never differ
+
+
+def test_paired_statistics_agree_with_scipy():
+    rankings, gold = random_scores(150, ["a", "b"], seed=2)
+    scores = evaluate_rankings(rankings, gold, (5,))
+    row = paired_table(scores, "a", ["b"], n_bootstrap=4000, seed=3).filter(metric="recall_all").row(0, named=True)
+    a, b = (scores.filter(system=name, metric="recall_all").sort("question_id")["value"].to_numpy() for name in "ab")
+
+    def difference(x, y, axis=-1):
+        return 100 * (x.mean(axis=axis) - y.mean(axis=axis))
+
+    theirs = scipy.stats.bootstrap((a, b), difference, paired=True, method="percentile", n_resamples=4000, rng=1).confidence_interval
+    assert row["difference"] == pytest.approx(difference(a, b), abs=1e-3)
+    assert (row["low"], row["high"]) == (pytest.approx(theirs.low, abs=0.8), pytest.approx(theirs.high, abs=0.8))
+    tested = scipy.stats.permutation_test((a, b), difference, permutation_type="samples", n_resamples=20_000, vectorized=True, rng=2)
+    assert row["p_value"] == pytest.approx(tested.pvalue, abs=0.025)
+    wins, losses = int((a > b).sum()), int((a < b).sum())
+    assert wins > 5 and losses > 5 and row["p_mcnemar"] == pytest.approx(scipy.stats.binomtest(wins, wins + losses).pvalue, abs=1e-12)
+    unpaired = scipy.stats.bootstrap((a, a), difference, paired=False, method="percentile", n_resamples=999, rng=1).confidence_interval
+    assert unpaired.high > 1 and paired_difference(a, a)["high"] == 0  # pairing is what makes equal systems equal
+
+
 def test_summary_and_pairs_match_plain_means():
     rankings, gold = random_scores(120, ["a", "b"])
     scores = evaluate_rankings(rankings, gold)
@@ -338,11 +462,25 @@ def rows_for(systems, split="all", dataset="locomo@79fa87e9", **changes):
 
 @pytest.mark.parametrize(
     "change",
-    [{"metric": "recall_all"}, {"split": "dev"}, {"dataset": "locomo@00000000"}, {"dataset": "other"}, {"commit": "z"}],
+    [{"metric": "recall_all"}, {"split": "dev"}, {"dataset": "locomo@00000000"}, {"dataset": "other"}, {"commit": "z"},
+     {"dataset": "locomo@79fa87e9 stratified:200 seed 13"}, {"dataset": "locomo@79fa87e9 first 40"}],
 )
 def test_merging_what_differs_is_refused(change):
     with pytest.raises(ValueError):
         merge_rows(rows_for(["a"]), rows_for(["a"], **change))
+
+
+def test_a_subset_stands_beside_nothing_else():
+    part = "locomo@79fa87e9 stratified:200 seed 13"
+    assert len(merge_rows(rows_for(["a"], dataset=part), rows_for(["b"], dataset=part))) == 4
+    for other in ("locomo@79fa87e9", "locomo", "locomo@79fa87e9 stratified:200 seed 14", "locomo@79fa87e9 stratified:100 seed 13"):
+        with pytest.raises(ValueError, match="rows of a subset of the questions and of others"):
+            merge_rows(rows_for(["a"], dataset=part), rows_for(["b"], dataset=other))
+    paper, notes = load_paper()
+    assert beside_paper(rows_for(["memloc"], dataset="locomo@79fa87e9"), paper, notes) and not beside_paper(rows_for(["memloc"], dataset=part), paper, notes)
+    low = rows_for(["ceiling"], dataset=part).with_columns(value=pl.lit(1.0))
+    assert above_ceiling(rows_for(["a"], dataset=part), low).height == 2  # the ceiling of the subset
+    assert above_ceiling(rows_for(["a"], dataset="locomo@79fa87e9"), low).is_empty()  # says nothing about the whole
 
 
 def test_longmemeval_s_is_not_m():
