@@ -7,9 +7,9 @@ __all__ = ['log', 'CHECKED', 'ANSWER_STAGES', 'SHARED', 'RANKING_STAGES', 'PAIRE
            'evidence_items', 'group_copies', 'evidence_ranks', 'metric_expressions', 'evaluate_rankings',
            'ceiling_scores', 'split_gold', 'question_groups', 'summarise_scores', 'Located', 'read_located',
            'model_label', 'answer_groups', 'score_once', 'answer_tables', 'cited_evidence', 'read_scored_answers',
-           'judged', 'judge_failures', 'score_table', 'read_rankings', 'find_system', 'dataset_label', 'encoder_label',
-           'earlier_stages', 'Scores', 'score_run', 'report_of', 'score_tables', 'paired_shown', 'category_table',
-           'main_systems', 'trace_table', 'run_evaluation']
+           'judged', 'judge_failures', 'score_table', 'read_rankings', 'find_system', 'opponents', 'dataset_label',
+           'encoder_label', 'earlier_stages', 'Scores', 'score_run', 'report_of', 'score_tables', 'paired_shown',
+           'category_table', 'main_systems', 'trace_table', 'run_evaluation']
 
 # %% ../nbs/08_evaluation.ipynb #d25041dd
 import datetime
@@ -40,7 +40,7 @@ class EvaluationConfig:
     n_bootstrap: int = 2000           # resamples and sign flips, >= 100; not in the paper
     seed: int = 13                    # for the resamples, >= 0
     compare: str = "memloc"           # system that the paired tests are about
-    against: str = "BM25 session"     # its opponents, separated by commas
+    against: str = "BM25 session,baselines"  # its opponents, separated by commas; "baselines": every system of that stage
     exclude_abstention: str = "auto"  # "auto" (LongMemEval only), "always" or "never"
     paper_rows: str = ""              # CSV of published rows; empty: the shipped one, where the repository is at hand
     corrections: str = ""             # CSV of known errors in the gold answers; empty: none
@@ -462,6 +462,18 @@ def find_system(
             return candidate
     raise ValueError(f"no system {name!r}; the rankings have {sorted(systems)}: set compare and against to these")
 
+
+def opponents(
+    against: str,             # as in the settings
+    systems: Sequence[str],   # names in the rankings
+    run_dir: str | Path,      # folder of the run
+) -> list[str]:               # names in the rankings, each once
+    "The systems that the settings name; `baselines` stands for those of the stage, if it has run."
+    names = [name.strip() for name in against.split(",")]
+    ranked = stage_table(run_dir, "baselines", "rankings")["system"].unique().sort().to_list() if finished(run_dir, "baselines") else []
+    found = [each for name in names for each in (ranked if name == "baselines" else [find_system(name, systems)])]
+    return list(dict.fromkeys(found))
+
 # %% ../nbs/08_evaluation.ipynb #d2d3abc5
 def dataset_label(
     run_dir: str | Path,  # folder of the run
@@ -528,7 +540,7 @@ def score_run(
     scored, rankings = group_copies(scored, data["sessions"]), read_rankings(run_dir)
     located = read_located(run_dir, scored) if finished(run_dir, "locator") else None
     groups = question_groups(scored, data["questions"], data["conversations"])
-    tables, pairs = _ranking_tables(rankings, scored, located, config, groups) if len(scored) else ({}, pl.DataFrame(schema=PAIRED))
+    tables, pairs = _ranking_tables(rankings, scored, located, config, groups, run_dir) if len(scored) else ({}, pl.DataFrame(schema=PAIRED))
     summaries = {name: summarise(pl.concat([found, best]), groups, config.n_bootstrap, config.seed)
                  for name, (found, best) in tables.items()}
     scores, extra = _answer_tables(config, run_dir, data, scored, located)
@@ -563,13 +575,14 @@ def _check_scorable(label: str, excluded: pl.DataFrame, tables: dict, scores: di
 
 
 def _ranking_tables(rankings: pl.DataFrame, scored: pl.DataFrame, located: Located | None, config: EvaluationConfig,
-                    groups: pl.DataFrame) -> tuple[dict[str, tuple[pl.DataFrame, pl.DataFrame]], pl.DataFrame]:
+                    groups: pl.DataFrame, run_dir: str | Path) -> tuple[dict[str, tuple[pl.DataFrame, pl.DataFrame]], pl.DataFrame]:
     "Per-question values and ceiling of each table of rankings; all paired differences."
     ks, systems = parse_ks(config.ks), rankings["system"].unique().to_list()
     partial = located is not None and not set(scored["question_id"]) <= set(located.question_ids)
     main = rankings.filter(pl.col("system") != located.system) if partial else rankings
     known = main["system"].unique().to_list()
-    system, *against = [find_system(name.strip(), known) for name in [config.compare, *config.against.split(",")]]
+    system = find_system(config.compare.strip(), known)
+    against = [name for name in opponents(config.against, known, run_dir) if name != system]
     tables = {"retrieval": (evaluate_rankings(main, scored, ks), ceiling_scores(scored, ks))}
     pairs = [paired_table(tables["retrieval"][0], system, against, groups, config.n_bootstrap, config.seed)]
     if partial:

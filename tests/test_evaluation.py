@@ -746,3 +746,15 @@ def test_question_without_conversation_is_an_error():
 def test_a_paired_difference_of_unfit_values_is_refused(a, b):
     with pytest.raises(ValueError, match="equally long, non-empty rows of finite values"):
         paired_difference(a, b)
+
+
+def test_baselines_as_opponents_are_those_of_the_run(tmp_path):
+    from memloc.evaluation import opponents
+    known = ["memloc", "BM25 session", "TF-IDF, whole session", "SeCom (extractive)"]
+    assert opponents("BM25 session,baselines", known, tmp_path) == ["BM25 session"], "a run without the stage has none"
+    with Stage(tmp_path, "baselines", {}) as stage:
+        stage.table("rankings", pl.DataFrame({"system": ["SeCom (extractive)", "TF-IDF, whole session", "SeCom (extractive)"]}), "system")
+    assert opponents("BM25 session, baselines", known, tmp_path) == ["BM25 session", "SeCom (extractive)", "TF-IDF, whole session"]
+    assert opponents("baselines,SeCom (extractive)", known, tmp_path) == ["SeCom (extractive)", "TF-IDF, whole session"]
+    with pytest.raises(ValueError, match="no system 'baseline'"):
+        opponents("baseline", known, tmp_path)
