@@ -542,7 +542,7 @@ class RecurSum(OneView):
         "The memory after a session; sentences are picked from both sides apart, or the longer side would crowd out the other."
         if tools.writer.name != ExtractiveWriter.name:
             return tools.write("summary", [before, *session.turns], self.n_words)
-        new = tools.write("summary", session.turns, self.n_words//2)
+        new = tools.write("summary", session.turns, self.n_words//2 if before else self.n_words)
         return "\n".join(filter(None, [tools.write("summary", [before], self.n_words//2), new]))
 
 # %% ../nbs/parts/baselines.ipynb #eabf4e55
