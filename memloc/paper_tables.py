@@ -7,11 +7,11 @@ __all__ = ['log', 'PAIRS', 'PUBLISHED', 'NO_PERCENT', 'UNITS_OF', 'VIEWS', 'PIPE
            'TRAINED', 'RETRIEVAL', 'CUE', 'ANSWERS', 'ABSENT', 'NEEDS', 'LINE', 'SIDE', 'TITLES', 'PAPER_TABLES',
            'SAME_RUNS', 'RUN_KEYS', 'OVER_RUNS', 'SHOWN_OVER_RUNS', 'SEED_HEADS', 'DATA_COLUMNS', 'OUR_COMPLEXITY',
            'results_folder', 'is_whole', 'our_metrics', 'refuse_pair', 'load_records', 'data_statistics',
-           'granularity_counterparts', 'counterparts', 'generator_of', 'differences', 'Records', 'why_empty',
-           'published_lines', 'own_lines', 'sections', 'number_text', 'without_common', 'section_table', 'PaperTable',
-           'run_statistics', 't_interval', 'seed_table', 'refuse_different', 'over_runs', 'repeated_runs', 'runs_table',
-           'stability_table', 'data_table', 'complexity_table', 'training_curves', 'draw_training', 'write_svg',
-           'build_table', 'table_text', 'extra_tables', 'write_tables']
+           'granularity_counterparts', 'counterparts', 'with_units', 'generator_of', 'differences', 'Records',
+           'why_empty', 'published_lines', 'own_lines', 'sections', 'number_text', 'without_common', 'section_table',
+           'PaperTable', 'run_statistics', 't_interval', 'seed_table', 'refuse_different', 'over_runs', 'repeated_runs',
+           'runs_table', 'stability_table', 'data_table', 'complexity_table', 'training_curves', 'draw_training',
+           'write_svg', 'build_table', 'table_text', 'extra_tables', 'write_tables']
 
 # %% ../nbs/parts/paper_tables.ipynb #9500b9be
 import csv
@@ -119,7 +119,7 @@ def data_statistics(
     return pl.DataFrame([dict.fromkeys(ROWS) | {"preset": ""} | told | {"metric": name, "value": value} for name, value in values.items()], schema=ROWS)
 
 # %% ../nbs/parts/paper_tables.ipynb #b49563ce
-UNITS_OF = "units from annotations or extractive"
+UNITS_OF = "units"  # becomes what `with_units` says
 VIEWS = {"memloc": "our views, lexical ones among them", "released": "as released", "paper": "as printed"}
 PIPELINE = tuple((name, "*", f"{views}; {UNITS_OF}") for name, views in VIEWS.items())
 ROUTED = tuple((f"{name}: routing", "*", f"{views}; {UNITS_OF}; no locator, which theirs has") for name, views in VIEWS.items())
@@ -165,6 +165,16 @@ def counterparts(
     return known.get(system, ((f"{system}*", "*", "rebuilt from its description"),))
 
 # %% ../nbs/parts/paper_tables.ipynb #7317b83e
+def with_units(
+    remark: str,              # of the counterpart
+    ours: Mapping[str, Any],  # a row of ours
+) -> str:
+    "A remark that says what the memory units of the record were made from."
+    annotated = plain_name(ours["dataset"]) == "locomo" and not ours["file"].endswith("-extractive")  # LoCoMo alone comes with annotations
+    units = "units from the annotations of the data" if annotated else "units from the turns alone"
+    return "; ".join(units if part == UNITS_OF else part for part in remark.split("; "))
+
+
 def generator_of(
     system: str,  # like "cue (smollm2)" or "MemLoc (Qwen3-8B (think))"
 ) -> str:         # empty if the name tells none
@@ -195,7 +205,7 @@ def differences(
         found.append(f"a subset of the questions: {part}")
     if plain_name(theirs["dataset"]).startswith("longmemeval"):
         found.append("cleaned release of the data, theirs not stated")
-    return "; ".join(part for part in [*found, remark] if part)
+    return "; ".join(part for part in [*found, with_units(remark, ours)] if part)
 
 # %% ../nbs/parts/paper_tables.ipynb #62d303b5
 class Records:
@@ -305,9 +315,10 @@ def own_lines(
     for theirs in published.iter_rows(named=True) if elsewhere else ():
         others = sorted({name for name, _ in records.found if name != plain_name(theirs["dataset"])})
         for other in others:
-            lines += [_line(None, row, empty="the paper has no value on this data", differs=remark) | {"system": theirs["system"], "metric": row["metric"]}
+            lines += [_line(None, row, empty="the paper has no value on this data", differs=with_units(remark, row)) | {"system": theirs["system"], "metric": row["metric"]}
                       for row, remark in records.beside(theirs | {"dataset": other})]
-    unique = {tuple(line[name] for name in ("dataset", "metric", "our_metric", "system", "our_system", "k", "n", "file")): line for line in lines}
+    known = ("dataset", "metric", "our_metric", "system", "our_system", "k", "n", "ours", "low", "high")  # the same in two records: one line
+    unique = {tuple(line[name] for name in known): line for line in lines}
     return list(unique.values())
 
 # %% ../nbs/parts/paper_tables.ipynb #298bba54
