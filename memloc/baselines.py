@@ -486,7 +486,7 @@ class LexicalTurn(Lexical):
 # %% ../nbs/parts/baselines.ipynb #1c306fcd
 @register
 class FullContext(Baseline):
-    name, source = "full context", "PEERS 1"
+    name, source = "full context", "Full History of the paper's Table 1"
     departures = ("It ranks by date, newest first, for every question alike.",)
 
     def build(self, sessions: Sequence[Session], tools: Tools) -> None:

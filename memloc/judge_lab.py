@@ -259,7 +259,7 @@ def plot_judges(
         figure.legend(loc="outside lower center", ncols=3)
     return figure
 
-# %% ../nbs/parts/judge_lab.ipynb #383e8f61
+# %% ../nbs/parts/judge_lab.ipynb #04e6f3c5
 @dataclass(frozen=True)
 class JudgeLab:
     "What a laboratory found."
@@ -284,7 +284,7 @@ class JudgeLab:
                 Table(f"Agreement of two judges; {head}", self.agreement.with_columns(pl.col(pl.Float64).round(2))),
                 Table(f"Means over answers (all) and over categories (all, macro), in percent; {head}", means.with_columns(rounded))]
 
-
+# %% ../nbs/parts/judge_lab.ipynb #3041e071
 def lab_models(
     specs: str,             # names of `memloc.llm`, separated by semicolons
     ledger: Ledger | None = None,
@@ -299,7 +299,7 @@ def lab_models(
         models[model_label(spec)] = cached_model(spec, "judge", ledger)
     return models
 
-
+# %% ../nbs/parts/judge_lab.ipynb #38bdf8a6
 def run_judge_lab(
     config: JudgeLabConfig,  # settings
     run_dir: str | Path,     # folder of a run with the stages data and generation

@@ -266,8 +266,8 @@ class TestEndpoint:
     def test_a_laboratory_over_http_resumes_with_what_failed(self, run, server, tmp_path, monkeypatch, caplog):
         monkeypatch.setenv("MEMLOC_CACHE", str(tmp_path/"cache"))
         url = f"http://127.0.0.1:{server.server_port}/v1"
-        config = JudgeLabConfig(f"endpoint:big@{url}; endpoint:other@{url}", "strict,lenient", n=4, n_bootstrap=100, out_dir=str(tmp_path/"lab"))
-        items = sampled_answers(run, "cue", 4)[1]
+        config = JudgeLabConfig(f"endpoint:big@{url}; endpoint:other@{url}", "strict,lenient", n=3, n_bootstrap=100, out_dir=str(tmp_path/"lab"))
+        items = sampled_answers(run, "cue", 3)[1]
         broken = json.dumps(items.filter(pl.col("kind") != "abstention")["answers"][0][0])  # as the judge's prompt quotes it
         server.fault = lambda reference: broken in reference
         first = run_judge_lab(config, run)
