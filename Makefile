@@ -14,7 +14,7 @@ export GOMP_SPINCOUNT         ?= 0
 export OMP_NUM_THREADS        ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help env run train-sft train-shpo test sync outputs lab reproduce results tables bench clean
+.PHONY: help env run train-sft train-shpo test sync outputs lab reproduce encoders results tables bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -55,6 +55,10 @@ lab: env  ## open the notebooks in JupyterLab
 
 reproduce: env  ## run a profile on your data: make reproduce PROFILE=locomo DATA=file [NAME=run]
 	$(VENV)/bin/memloc run $(PROFILE) $(if $(DATA),--data $(DATA)) $(if $(NAME),--name $(NAME))
+
+ENCODERS ?= minilm mpnet
+encoders: env  ## Table 9: a profile once for each encoder: make encoders PROFILE=locomo DATA=file [ENCODERS="minilm mpnet models/contriever"]
+	for encoder in $(ENCODERS); do $(VENV)/bin/memloc run $(PROFILE) $(if $(DATA),--data $(DATA)) --name $(PROFILE)-$$(basename $$encoder) -s encoder=$$encoder $(ARGS) || exit 1; done
 
 RUN      ?= runs/sample
 results: env  ## keep the figures of a run: make results RUN=runs/locomo NAME=locomo [TABLES="located,evidence"]

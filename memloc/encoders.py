@@ -150,7 +150,7 @@ def hub_folder(name: str) -> Path:
     except Exception as error:
         raise FileNotFoundError(
             f"encoder {name!r} is neither 'minilm', 'mpnet', a local folder, nor reachable on the hub "
-            f"({type(error).__name__}); give the path of a sentence-transformers folder"
+            f"({type(error).__name__}); give the path of a sentence-transformers folder, like encoder=models/contriever"
         ) from error
 
 # %% ../nbs/parts/encoders.ipynb #0d032586
@@ -178,7 +178,9 @@ def model_fingerprint(
     "Hashes of all files of a model that may change its vectors."
     files = sorted(path for path in folder.rglob("*") if path.suffix in MODEL_FILES and path.is_file())
     if not any(path.suffix == ".safetensors" for path in files):
-        raise ValueError(f"{folder}: no .safetensors weights; save the model with sentence-transformers' `model.save(folder)`")
+        pickled = next((path.name for ending in ("*.bin", "*.pt") for path in sorted(folder.rglob(ending))), None)
+        why = f" (`{pickled}` is a pickle, which may run code and is never opened)" if pickled else ""
+        raise ValueError(f"{folder}: no .safetensors weights{why}; save the model with sentence-transformers' `model.save(folder)`")
     return {path.relative_to(folder).as_posix(): file_hash(path) for path in files}
 
 # %% ../nbs/parts/encoders.ipynb #4811e240

@@ -417,7 +417,8 @@ def encoder_label(
     "The encoder that a run's vectors came from."
     settings = stage_manifest(run_dir, "units")["settings"]
     length, pooled = settings.get("max_length"), settings.get("chunk_and_pool")
-    options = (f"{length} tokens" if length else "", "pooled chunks" if pooled else "")
+    prefix = settings.get("prefix")
+    options = (f"{length} tokens" if length else "", "pooled chunks" if pooled else "", f"prefix {prefix.strip()}" if prefix else "")
     return " ".join([Path(settings["encoder"]).name, *filter(None, options)])
 
 

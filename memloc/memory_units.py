@@ -46,6 +46,7 @@ class UnitsConfig:
     encoder: str = "minilm"           # name, folder or hub name (Table 9 compares MiniLM, MPNet and others)
     max_length: int = 0               # tokens the encoder reads; 0: as the model is set (256 for MiniLM)
     chunk_and_pool: bool = False      # read long texts in windows instead of cutting them (not in the paper)
+    prefix: str = ""                  # in front of every text the encoder reads, questions too; like "query: " for E5
     max_keywords: int = 20            # key phrases a session (not in the paper; best of 8, 12, 20, 30 on development data)
     max_summary_sentences: int = 10   # central sentences a session (not in the paper; what MiniLM's 256 tokens hold)
     max_events: int = 12              # dated sentences a session (not in the paper; bounds encyclopaedic answers)
@@ -553,7 +554,7 @@ def run_units(
     names = ("sessions", "turns", "annotations")
     sessions, turns, annotations = (stage_table(run_dir, "data", name) for name in names)
     inputs = [Path(run_dir) / "data" / f"{name}.parquet" for name in names]
-    encoder = Encoder(config.encoder, max_length=config.max_length or None, chunk_and_pool=config.chunk_and_pool)
+    encoder = Encoder(config.encoder, max_length=config.max_length or None, chunk_and_pool=config.chunk_and_pool, prefix=config.prefix)
     with Stage(run_dir, "units", config, inputs) as stage:
         if config.extractor == "llm":
             texts = units_by_llm(sessions, turns, annotations, config, stage)

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['log', 'PAIRS', 'PUBLISHED', 'NO_PERCENT', 'UNITS_OF', 'VIEWS', 'PIPELINE', 'ROUTED', 'STAND_IN', 'UNTRAINED',
            'TRAINED', 'RETRIEVAL', 'CUE', 'ANSWERS', 'ABSENT', 'NEEDS', 'LINE', 'SIDE', 'TITLES', 'PAPER_TABLES',
-           'DATA_COLUMNS', 'OUR_COMPLEXITY', 'results_folder', 'is_whole', 'our_metrics', 'refuse_pair', 'load_records',
-           'data_statistics', 'granularity_counterparts', 'counterparts', 'generator_of', 'differences', 'Records',
-           'why_empty', 'published_lines', 'own_lines', 'sections', 'number_text', 'without_common', 'section_table',
-           'PaperTable', 'run_statistics', 't_interval', 'seed_table', 'stability_table', 'data_table',
-           'complexity_table', 'training_curves', 'draw_training', 'write_svg', 'build_table', 'table_text',
-           'extra_tables', 'write_tables']
+           'SAME_RUNS', 'RUN_KEYS', 'OVER_RUNS', 'SHOWN_OVER_RUNS', 'SEED_HEADS', 'DATA_COLUMNS', 'OUR_COMPLEXITY',
+           'results_folder', 'is_whole', 'our_metrics', 'refuse_pair', 'load_records', 'data_statistics',
+           'granularity_counterparts', 'counterparts', 'generator_of', 'differences', 'Records', 'why_empty',
+           'published_lines', 'own_lines', 'sections', 'number_text', 'without_common', 'section_table', 'PaperTable',
+           'run_statistics', 't_interval', 'seed_table', 'refuse_different', 'over_runs', 'repeated_runs', 'runs_table',
+           'stability_table', 'data_table', 'complexity_table', 'training_curves', 'draw_training', 'write_svg',
+           'build_table', 'table_text', 'extra_tables', 'write_tables']
 
 # %% ../nbs/parts/paper_tables.ipynb #9500b9be
 import csv
@@ -416,7 +417,8 @@ PAPER_TABLES = {
     "table_03": PaperTable("Table 3. What the generator is shown", "paper Table 3", notes=("Our variants are judged by F1 so far; see Table 1.",)),
     "table_04": PaperTable("Table 4. Training of the locator", "paper Table 4", elsewhere=True),
     "table_05": PaperTable("Table 5. Three runs", "paper Table 5", cut=False, notes=(
-        "Ours draws nothing at random between question and answer (temperature 0), so it has no deviation over runs. What depends on a seed is training.",)),
+        "Ours draws nothing at random between question and answer (temperature 0), so every run of it gives the same figures and there is no deviation over runs.",
+        "Of the baselines RAPTOR alone draws (where its mixtures start). Training depends on its seed.",)),
     "table_06": PaperTable("Table 6. The data", "paper Table 6", cut=False),
     "table_08": PaperTable("Table 8. Granularities", "paper Table 8", SIDE["retrieval"], elsewhere=True),
     "table_09": PaperTable("Table 9. Encoders", "paper Table 9", SIDE["retrieval"]),
@@ -465,7 +467,89 @@ def seed_table(
     return pl.DataFrame(found, schema={"record": pl.String, "set": pl.String, "system": pl.String, "metric": pl.String, "seeds": pl.String,
                                        "mean": pl.Float64, "sd": pl.Float64, "low": pl.Float64, "high": pl.Float64, "n": pl.Int64})
 
+# %% ../nbs/parts/paper_tables.ipynb #dfea5e36
+SAME_RUNS = ("dataset", "encoder", "preset", "commit")
+RUN_KEYS = ("table", "dataset", "system", "preset", "encoder", "metric", "k", "split", "n", "commit")
+
+
+def refuse_different(
+    runs: Mapping[int, pl.DataFrame],  # {seed: result rows}
+) -> None:
+    "A ValueError for runs that differ in more than their seed."
+    if len(runs) < 2:
+        raise ValueError(f"{len(runs)} run(s): a deviation needs at least two; run it again with another seed")
+    first = min(runs)
+    for seed in sorted(runs):
+        for column in SAME_RUNS:
+            pair = [sorted(set(runs[one][column])) for one in (first, seed)]
+            if pair[0] != pair[1]:
+                raise ValueError(f"the runs with seeds {first} and {seed} differ in {column}: {pair[0]} and {pair[1]}; repeat a run with nothing changed but the seed")
+        if len(twice := runs[seed].filter(runs[seed].select(RUN_KEYS).is_duplicated())):
+            raise ValueError(f"seed {seed}: {twice['system'][0]}, {twice['metric'][0]} comes twice; give the rows of one run")
+        for one, other in ((first, seed), (seed, first)):
+            if len(alone := runs[one].join(runs[other], on=RUN_KEYS, how="anti", nulls_equal=True)):
+                row = alone.row(0, named=True)
+                raise ValueError(f"seed {one} has {row['system']}, {row['metric']} at k = {row['k']} on {row['split']} with n = {row['n']}, seed {other} has not; "
+                                 "the runs must score the same systems on the same questions")
+
+# %% ../nbs/parts/paper_tables.ipynb #57b2d2a2
+OVER_RUNS = {"table": pl.String, "dataset": pl.String, "system": pl.String, "encoder": pl.String, "metric": pl.String, "k": pl.Int32, "split": pl.String,
+             "seeds": pl.String, "runs": pl.Int64, "mean": pl.Float64, "sd": pl.Float64, "runs_low": pl.Float64, "runs_high": pl.Float64,
+             "n": pl.Int64, "questions_low": pl.Float64, "questions_high": pl.Float64}
+
+
+def over_runs(
+    runs: Mapping[int, pl.DataFrame],  # {seed: result rows}, at least two runs that differ in their seed only
+) -> pl.DataFrame:                     # columns of `OVER_RUNS`
+    "Mean and sample deviation over runs, with a t interval over runs and a bootstrap interval over questions."
+    refuse_different(runs)
+    rows = pl.concat([frame.select(list(ROWS)).with_columns(seed=pl.lit(seed, pl.Int64)) for seed, frame in sorted(runs.items())])
+    found = []
+    for part in rows.partition_by(RUN_KEYS, maintain_order=True):
+        spread = run_statistics(part["value"].to_list())
+        told = {name: part[name][0] for name in ("table", "dataset", "system", "encoder", "metric", "k", "split", "n")}
+        found.append(told | {"seeds": ", ".join(map(str, part["seed"])), "runs": len(part), "mean": spread["mean"], "sd": spread["sd"],
+                             "runs_low": spread["low"], "runs_high": spread["high"], "questions_low": part["low"].mean(), "questions_high": part["high"].mean()})
+    return pl.DataFrame(found, schema=OVER_RUNS).with_columns(pl.col(pl.Float64).round(4))
+
+# %% ../nbs/parts/paper_tables.ipynb #bd75e269
+def repeated_runs(
+    folder: str | Path,  # of records
+) -> dict[str, dict[int, pl.DataFrame]]:  # {name: {seed: rows}}
+    "The records of runs that were repeated with other seeds."
+    found: dict[str, dict[int, pl.DataFrame]] = {}
+    for path in sorted(Path(folder, "seeds").glob("*-seed*.csv")):
+        name, _, seed = path.stem.rpartition("-seed")
+        if seed.isdecimal():  # `-paired` files end otherwise
+            found.setdefault(name, {})[int(seed)] = read_rows(path).with_columns(pl.col(pl.String).fill_null(""))
+    return found
+
+
+SHOWN_OVER_RUNS = ("recall", "recall_all", "evidence_f1", "f1", "f1_trap", "judge_*")
+
+
+def runs_table(
+    name: str,                         # of the record
+    runs: Mapping[int, pl.DataFrame],  # {seed: rows}
+) -> Table:
+    "Repeated runs for Table 5: the rows that differ, and which systems never do."
+    stats = over_runs(runs).filter(pl.col("split") == "all", pl.col("metric").map_elements(lambda metric: any(fnmatchcase(metric, one) for one in SHOWN_OVER_RUNS), return_dtype=pl.Boolean))
+    moving = sorted(set(stats.filter(pl.col("sd") > 0)["system"]))
+    shown = stats.filter(pl.col("system").is_in(moving)).sort("table", "system", "metric", "k")
+    def span(row, what): return f"{row[f'{what}_low']:.2f} to {row[f'{what}_high']:.2f}"
+    lines = [(row["system"], row["encoder"], row["metric"] if row["k"] is None else f"{row['metric']}@{row['k']}", row["runs"], f"{row['mean']:.2f}", f"{row['sd']:.2f}",
+              span(row, "runs"), row["n"], span(row, "questions")) for row in shown.iter_rows(named=True)]
+    heads = ("system", "encoder", "metric", "runs", "mean", "sample standard deviation", "95 % t interval over runs", "questions", "95 % bootstrap interval over questions")
+    told = {column: ", ".join(sorted(set(next(iter(runs.values()))[column]))) for column in ("dataset", "commit")}
+    same = sorted(set(stats["system"]) - set(moving))
+    notes = [f"the same in all runs, to the last digit kept: {', '.join(same)}"] if same else []
+    frame = pl.DataFrame(lines, schema=dict(zip(heads, [pl.String]*3 + [pl.Int64] + [pl.String]*3 + [pl.Int64, pl.String], strict=True)), orient="row")
+    return Table(f"Ours, {name}: runs that differ in their seed only ({', '.join(map(str, sorted(runs)))}), in percent; {told['dataset']}, commit {told['commit']}", frame, notes)
+
 # %% ../nbs/parts/paper_tables.ipynb #4d83b4ca
+SEED_HEADS = {"sd": "sample standard deviation", "low": "95 % t interval over runs, low", "high": "high", "n": "runs"}
+
+
 def stability_table(
     paper: pl.DataFrame,  # published rows
 ) -> Table:
@@ -610,7 +694,8 @@ def extra_tables(
     "What a table has beside its sections."
     if name == "table_05":
         seeds = seed_table(folder)
-        return [stability_table(paper), *([Table("Ours over seeds: held-out figures of trainings, 0 to 1", seeds)] if len(seeds) else [])]
+        repeated = [runs_table(each, runs) for each, runs in repeated_runs(folder).items()]
+        return [stability_table(paper), *repeated, *([Table("Ours over seeds: held-out figures of trainings, 0 to 1", seeds.rename(SEED_HEADS))] if len(seeds) else [])]
     return [data_table(paper, records)] if name == "table_06" else [complexity_table(folder)] if name == "table_12" else []
 
 

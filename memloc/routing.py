@@ -355,7 +355,7 @@ def run_encoder(run_dir: str | Path):
     from memloc.encoders import Encoder
 
     units = UnitsConfig(**stage_manifest(run_dir, "units")["settings"])
-    return Encoder(units.encoder, max_length=units.max_length or None, chunk_and_pool=units.chunk_and_pool)
+    return Encoder(units.encoder, max_length=units.max_length or None, chunk_and_pool=units.chunk_and_pool, prefix=units.prefix)
 
 
 def run_routing(

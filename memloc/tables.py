@@ -73,7 +73,7 @@ def merge_rows(
     twice = rows.filter(rows.select("table", "system", "k").is_duplicated())
     if len(twice):
         raise ValueError(f"system {twice['system'][0]!r} at k = {twice['k'][0]} comes twice, from commits "
-                         f"{sorted(set(twice['commit']))}; results of several runs are not merged")
+                         f"{sorted(set(twice['commit']))} and encoders {sorted(set(twice['encoder']))}; results of several runs are not merged")
     return rows
 
 

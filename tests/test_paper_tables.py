@@ -22,9 +22,12 @@ from memloc.paper_tables import (
     load_records,
     number_text,
     our_metrics,
+    over_runs,
     published_lines,
     refuse_pair,
+    repeated_runs,
     run_statistics,
+    runs_table,
     sections,
     seed_table,
     t_interval,
@@ -254,6 +257,112 @@ class TestRuns:
         write_svg(draw_training(training_curves(folder, PAPER)), tmp_path/"a.svg")
         write_svg(draw_training(training_curves(folder, PAPER)), tmp_path/"b.svg")
         assert (tmp_path/"a.svg").read_bytes() == (tmp_path/"b.svg").read_bytes() != (RESULTS/"tables/figure_03.svg").read_bytes()
+
+    def run(self, *values, **more):
+        "Result rows of a made-up run, recall at 3, 5 and 10."
+        at = zip((3, 5, 10), values, strict=True)
+        rows = [dict.fromkeys(ROWS) | {"table": "retrieval", "dataset": "sample@d6015d99", "system": "RAPTOR (extractive)", "preset": "", "encoder": "minilm", "metric": "recall",
+                                       "k": k, "value": value, "low": value - 10, "high": value + 8, "n": 112, "split": "all", "date": "2026-01-02", "commit": "abc1234"} | more
+                for k, value in at]
+        return pl.DataFrame(rows, schema=ROWS)
+
+    def test_both_intervals_and_their_names(self):
+        from scipy.stats import t, tstd
+
+        found = over_runs({3: self.run(44.0, 50.0, 60.0), 1: self.run(47.0, 50.0, 60.0), 2: self.run(52.0, 50.0, 60.0)}).sort("k")
+        row = found.row(0, named=True)
+        values = [47.0, 52.0, 44.0]
+        assert row["mean"] == pytest.approx(sum(values)/3, abs=1e-4) and row["sd"] == pytest.approx(tstd(values), abs=1e-4) and row["runs"] == 3 and row["seeds"] == "1, 2, 3"
+        assert (row["runs_low"], row["runs_high"]) == pytest.approx(t.interval(0.95, 2, loc=row["mean"], scale=tstd(values)/3**0.5), abs=1e-3)
+        assert (row["n"], row["questions_low"], row["questions_high"]) == (112, pytest.approx(row["mean"] - 10, abs=1e-3), pytest.approx(row["mean"] + 8, abs=1e-3))
+        steady = found.row(1, named=True)
+        assert (steady["sd"], steady["runs_low"], steady["runs_high"], steady["questions_low"]) == (0, 50, 50, 40)
+
+    @pytest.mark.parametrize(("change", "told"), [
+        ({"commit": "def5678"}, "seeds 1 and 2 differ in commit"), ({"encoder": "mpnet"}, "differ in encoder"), ({"preset": "paper"}, "differ in preset"),
+        ({"dataset": "sample@d6015d99 stratified:50 seed 2"}, "differ in dataset"), ({"n": 111}, "seed 1 has RAPTOR .* with n = 112, seed 2 has not"),
+        ({"system": "memloc"}, "must score the same systems"), ({"metric": "recall_all"}, "must score the same")])
+    def test_runs_that_differ_in_more_than_the_seed_are_refused(self, change, told):
+        with pytest.raises(ValueError, match=told):
+            over_runs({1: self.run(1.0, 2.0, 3.0), 2: self.run(1.0, 2.0, 3.0, **change)})
+
+    def test_one_run_or_one_twice_is_refused(self):
+        with pytest.raises(ValueError, match="a deviation needs at least two"):
+            over_runs({1: self.run(1.0, 2.0, 3.0)})
+        with pytest.raises(ValueError, match="seed 2: RAPTOR .* comes twice"):
+            over_runs({1: self.run(1.0, 2.0, 3.0), 2: pl.concat([self.run(1.0, 2.0, 3.0)]*2)})
+        assert over_runs({1: self.run(1.0, 2.0, 3.0), 2: self.run(1.0, 2.0, 3.0, date="2026-02-03")}).height == 3  # a day is no difference
+
+    def test_committed_runs_with_seeds_are_in_table_5(self, tmp_path):
+        folder = copy_of_records(tmp_path)
+        before = load_records(folder).height
+        (folder/"seeds").mkdir(exist_ok=True)
+        for seed, value in ((1, 44.0), (2, 47.0), (7, 50.0)):
+            rows = pl.concat([self.run(value, 60.0, 70.0), self.run(80.0, 85.0, 90.0, system="memloc", preset="memloc")])
+            rows.write_csv(folder/f"seeds/toy-seed{seed}.csv")
+        (folder/"seeds/toy-seed1-paired.csv").write_text("split\nall\n")
+        assert sorted(repeated_runs(folder)["toy"]) == [1, 2, 7] and load_records(folder).height == before
+        table = next(each for each in extra_tables("table_05", folder, PAPER, load_records(folder)) if "Ours, toy" in each.heading)
+        assert "seed only (1, 2, 7)" in table.heading and table.notes == ["the same in all runs, to the last digit kept: memloc"]
+        assert table.frame.row(0)[:6] == ("RAPTOR (extractive)", "minilm", "recall@3", 3, "47.00", "3.00")
+        assert {"95 % t interval over runs", "95 % bootstrap interval over questions"} <= set(table.frame.columns)
+
+
+class WideEncoder:
+    "Words hashed into 256 dimensions; a word is a token."
+
+    def encode(self, texts):
+        import zlib
+
+        import numpy as np
+        vectors = np.zeros((len(texts), 256), dtype=np.float32)
+        for row, text in enumerate(texts):
+            for word in text.lower().split():
+                vectors[row, zlib.crc32(word.encode()) % 256] += 1
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return vectors/np.where(norms > 0, norms, 1)
+
+    def n_tokens(self, texts):
+        return [len(text.split()) for text in texts]
+
+
+@pytest.mark.slow
+def test_three_seeds_of_a_run_give_one_result_and_raptor_does_not(tmp_path):
+    import random
+
+    import numpy as np
+
+    from memloc import baselines
+    from memloc.artifacts import Stage
+    from memloc.baseline_trees import Raptor, RaptorSettings
+    from memloc.data import DataConfig, run_data, sample
+    from memloc.evaluation import EvaluationConfig, run_evaluation
+    from memloc.graph_ppr import GraphConfig, run_graph
+    from memloc.memory_units import UnitsConfig, run_units
+    from memloc.routing import RoutingConfig, run_routing
+
+    run_data(DataConfig(), tmp_path/"base")
+    run_units(UnitsConfig(), tmp_path/"base")
+    runs, ranked = {}, set()
+    for seed in (1, 2, 3):
+        run = Path(shutil.copytree(tmp_path/"base", tmp_path/str(seed)))
+        random.seed(seed)
+        np.random.seed(seed)
+        run_routing(RoutingConfig(), run)
+        run_graph(GraphConfig(), run)
+        seeded = type("Seeded", (Raptor,), {"__init__": lambda self, seed=seed: Raptor.__init__(self, RaptorSettings(chunk_tokens=20, seed=seed))})
+        with pytest.MonkeyPatch.context() as patch, Stage(run, "baselines", {}) as stage:
+            patch.setattr(baselines, "BASELINES", {"RAPTOR": seeded})
+            stage.table("rankings", baselines.rank_baseline("RAPTOR", sample(), baselines.Tools(WideEncoder())), ["system", "question_id", "rank"])
+        runs[seed] = run_evaluation(EvaluationConfig(seed=seed, n_bootstrap=200), run)
+        ranked.add(b"".join((run/stage/"rankings.parquet").read_bytes() for stage in ("routing", "graph")))
+    assert len(ranked) == 1
+    found = over_runs(runs)
+    ours = found.filter(~pl.col("system").str.contains("RAPTOR"))
+    assert {"memloc", "paper", "released", "BM25 session", "ceiling"} <= set(ours["system"]) and ours["sd"].max() == 0
+    assert found.filter(pl.col("system").str.contains("RAPTOR"))["sd"].max() > 0
+    table = runs_table("sample", runs)
+    assert set(table.frame["system"]) == {"RAPTOR (extractive)"} and "memloc" in table.notes[0]
 
 
 def test_statistics_of_the_data():
