@@ -270,3 +270,120 @@ def test_settings_are_kept_beside_the_vectors(vectors, cache):
 def test_import_is_light():
     code = "import sys, memloc.encoders; assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+# --- other models, and several of them side by side
+
+def plain_model(folder: Path, seed: int = 0) -> Path:
+    "A tiny transformer with random weights, as models without `modules.json` are published."
+    import torch
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(seed)
+    BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, max_position_embeddings=128)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
+        if (source := resolve_model("minilm")/name).is_file():
+            (folder/name).write_bytes(source.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def contriever(tmp_path_factory):
+    return plain_model(tmp_path_factory.mktemp("models")/"contriever")
+
+
+def test_a_plain_transformer_is_pooled_by_the_mean(contriever, tmp_path):
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    texts = ["Nora bought a bicycle.", "It rained for three days and the soup was cold."]
+    encoder = Encoder(str(contriever), cache_dir=tmp_path)
+    assert encoder.max_length == 128
+    model, words = AutoModel.from_pretrained(contriever).eval(), AutoTokenizer.from_pretrained(contriever)
+    for text, vector in zip(texts, encoder.encode(texts), strict=True):
+        with torch.no_grad():
+            mean = model(**words(text, return_tensors="pt")).last_hidden_state[0].mean(0).numpy()
+        np.testing.assert_allclose(vector, mean/np.linalg.norm(mean), atol=2e-6)  # the mean of all words, scaled to length one
+    prefixed = Encoder(str(contriever), cache_dir=tmp_path, prefix="query: ")
+    np.testing.assert_allclose(prefixed.encode(texts), encoder.encode([f"query: {text}" for text in texts]), atol=2e-6)
+
+
+def test_what_a_folder_lacks_is_named(contriever, tmp_path):
+    import shutil
+
+    def folder(name: str, *without: str) -> str:
+        copied = shutil.copytree(contriever, tmp_path/name)
+        for each in without:
+            (copied/each).unlink(missing_ok=True)
+        return str(copied)
+
+    pickled = folder("pickled", "model.safetensors")
+    Path(pickled, "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with pytest.raises(ValueError, match=r"no .safetensors weights \(`pytorch_model.bin` is a pickle, which may run code and is never opened\); save the model"):
+        Encoder(pickled, cache_dir=tmp_path).encode(["x"])
+    with pytest.raises(ValueError, match=r"tokenizer.json: not found; save the model with a fast tokenizer"):
+        Encoder(folder("wordless", "tokenizer.json"), cache_dir=tmp_path).encode(["x"])
+    with pytest.raises(FileNotFoundError, match=r"encoder 'facebook/contriever' .* like encoder=models/contriever"):
+        Encoder("facebook/contriever", cache_dir=tmp_path)
+
+
+def run_with(encoder: str, run: Path, **more):
+    "Result rows of the retrieval stages on two short conversations."
+    from memloc.data import DataConfig, run_data
+    from memloc.evaluation import EvaluationConfig, run_evaluation
+    from memloc.graph_ppr import GraphConfig, run_graph
+    from memloc.memory_units import UnitsConfig, run_units
+    from memloc.routing import RoutingConfig, run_routing
+
+    said = ["I bought a blue bicycle.", "The soup needs salt.", "My passport is new.", "We saw a heron by the lake."]
+    talks = [{"conversation_id": name, "sessions": [{"session_id": f"s{i}", "date": f"2024-01-{i + 1:02d}", "turns": [{"speaker": "Nora", "text": text}]} for i, text in enumerate(said)],
+              "questions": [{"question": f"Who said: {text}", "answer": "Nora", "category": "who", "evidence": [f"s{i}:1"]} for i, text in enumerate(said)]} for name in ("a", "b")]
+    source = run.parent/"talks.json"
+    source.write_text(json.dumps({"conversations": talks}))
+    run_data(DataConfig("plain", str(source)), run)
+    run_units(UnitsConfig(encoder=encoder, **more), run)
+    run_routing(RoutingConfig(), run)
+    run_graph(GraphConfig(), run)
+    return run_evaluation(EvaluationConfig(n_bootstrap=100), run)
+
+
+def compared(first, second, names: tuple[str, str]):
+    "Two runs that differ in the encoder alone: what must hold of their rows."
+    import polars as pl
+
+    from memloc.tables import merge_rows
+
+    for rows, name in ((first, names[0]), (second, names[1])):
+        assert set(rows.filter(system="memloc")["encoder"]) == set(rows.filter(system="view session")["encoder"]) == {name}
+        assert set(rows.filter(pl.col("system").is_in(["ceiling", "BM25 session"]))["encoder"]) == {"none"}
+    assert first.drop("encoder", "value", "low", "high").equals(second.drop("encoder", "value", "low", "high"))
+    one, other = (rows.filter(split="all", metric="recall", system="memloc", k=3) for rows in (first, second))
+    with pytest.raises(ValueError, match=rf"'memloc' at k = 3 comes twice, .* encoders \['{min(names)}', '{max(names)}'\]"):
+        merge_rows(one, other)
+    words = [rows.filter(system="BM25 session").drop("encoder") for rows in (first, second)]
+    assert words[0].equals(words[1])  # what reads no vectors is the same in both
+
+
+def test_two_encoders_are_told_apart_and_land_in_their_blocks_of_table_9(contriever, tmp_path, monkeypatch):
+    import polars as pl
+
+    from memloc.paper_tables import Records, build_table
+    from memloc.tables import load_paper
+
+    monkeypatch.setenv("MEMLOC_CACHE", str(tmp_path/"cache"))
+    first, second = run_with("minilm", tmp_path/"one"), run_with(str(contriever), tmp_path/"two")
+    compared(first, second, ("minilm", "contriever"))
+    assert set(run_with(str(contriever), tmp_path/"three", prefix="query: ").filter(system="memloc")["encoder"]) == {"contriever prefix query:"}
+    rows = pl.concat([first.with_columns(file=pl.lit("one")), second.with_columns(file=pl.lit("two"))]).with_columns(dataset=pl.lit("locomo@12345678"))
+    for block, lines in build_table("table_09", load_paper()[0], Records(rows)):
+        pairs = {line["file"] for line in lines if line["paper"] is not None and line["ours"] is not None}
+        assert pairs == {"paper Table 9, MiniLM": {"one"}, "paper Table 9, Contriever": {"two"}}.get(block, set()), block
+
+
+@pytest.mark.slow
+def test_the_two_packaged_encoders_side_by_side(tmp_path):
+    try:
+        resolve_model("mpnet")
+    except ImportError:
+        pytest.skip("the five packages of all-mpnet-base-v2 are not installed")
+    compared(run_with("minilm", tmp_path/"one"), run_with("mpnet", tmp_path/"two"), ("minilm", "mpnet"))

@@ -335,13 +335,14 @@ def test_three_seeds_of_a_run_give_one_result_and_raptor_does_not(tmp_path):
     from memloc import baselines
     from memloc.artifacts import Stage
     from memloc.baseline_trees import Raptor, RaptorSettings
-    from memloc.data import DataConfig, run_data, sample
+    from memloc.data import DataConfig, run_data, sample, subset_of
     from memloc.evaluation import EvaluationConfig, run_evaluation
     from memloc.graph_ppr import GraphConfig, run_graph
     from memloc.memory_units import UnitsConfig, run_units
     from memloc.routing import RoutingConfig, run_routing
 
-    run_data(DataConfig(), tmp_path/"base")
+    part = subset_of(sample(), "stratified:24")
+    run_data(DataConfig(subset="stratified:24"), tmp_path/"base")
     run_units(UnitsConfig(), tmp_path/"base")
     runs, ranked = {}, set()
     for seed in (1, 2, 3):
@@ -350,10 +351,10 @@ def test_three_seeds_of_a_run_give_one_result_and_raptor_does_not(tmp_path):
         np.random.seed(seed)
         run_routing(RoutingConfig(), run)
         run_graph(GraphConfig(), run)
-        seeded = type("Seeded", (Raptor,), {"__init__": lambda self, seed=seed: Raptor.__init__(self, RaptorSettings(chunk_tokens=20, seed=seed))})
+        seeded = type("Seeded", (Raptor,), {"__init__": lambda self, seed=seed: Raptor.__init__(self, RaptorSettings(chunk_tokens=40, seed=seed))})
         with pytest.MonkeyPatch.context() as patch, Stage(run, "baselines", {}) as stage:
             patch.setattr(baselines, "BASELINES", {"RAPTOR": seeded})
-            stage.table("rankings", baselines.rank_baseline("RAPTOR", sample(), baselines.Tools(WideEncoder())), ["system", "question_id", "rank"])
+            stage.table("rankings", baselines.rank_baseline("RAPTOR", part, baselines.Tools(WideEncoder())), ["system", "question_id", "rank"])
         runs[seed] = run_evaluation(EvaluationConfig(seed=seed, n_bootstrap=200), run)
         ranked.add(b"".join((run/stage/"rankings.parquet").read_bytes() for stage in ("routing", "graph")))
     assert len(ranked) == 1
