@@ -14,7 +14,7 @@ __all__ = ['TIE', 'NAME', 'PHRASE_TERMS', 'FILTER', 'NOTE', 'QUERY', 'BEHIND', '
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import numpy as np
@@ -175,7 +175,7 @@ def _split(vectors: np.ndarray, members: np.ndarray, settings: RaptorSettings) -
 @register
 class Raptor(Baseline):
     "Summaries of clusters of chunks, layer upon layer."
-    name, source, writes = "RAPTOR", "arXiv:2401.18059", True
+    name, source, writes, draws = "RAPTOR", "arXiv:2401.18059", True, True
     departures = (
         "Ten principal components replace UMAP, and the mixture's components are spherical.",
         "The search for the number of components ends after three sizes without a better BIC.",
@@ -188,6 +188,8 @@ class Raptor(Baseline):
 
     def build(self, sessions: Sequence[Session], tools: Tools) -> None:
         "Chunks, then layers of summaries until one has few nodes."
+        if self.settings.seed == RaptorSettings.seed:  # the caller has not chosen another
+            self.settings = replace(self.settings, seed=tools.seed)
         self.texts, owners = session_pieces(sessions, tools, self.settings.chunk_tokens)
         self.n_sessions, self.n_chunks = len(sessions), len(self.texts)
         self.members, self.vectors = [{owner} for owner in owners], tools.encode(self.texts)

@@ -249,8 +249,9 @@ class Tools:
         self,
         encoder: Any,                   # a `memloc.encoders.Encoder`, or anything with `encode(texts)` and `n_tokens(texts)`
         writer: Writer | None = None,   # default: the extractive one
+        seed: int = 224,                # of what systems draw
     ):
-        self.encoder, self.writer, self.cost = encoder, writer or ExtractiveWriter(), Cost()
+        self.encoder, self.writer, self.cost, self.seed = encoder, writer or ExtractiveWriter(), Cost(), seed
         self._vectors: dict[str, np.ndarray] = {}
         self._n_tokens: dict[str, int] = {}
 
@@ -307,6 +308,7 @@ class Baseline(ABC):
     departures: ClassVar[tuple[str, ...]] = ()  # what differs from the published system, one sentence each
     writes: ClassVar[bool] = False             # uses the writer, whose name is then shown beside its own
     ranks: ClassVar[bool] = True               # has a ranking of its own
+    draws: ClassVar[bool] = False              # draws something, from the seed of the tools
 
     @abstractmethod
     def build(self, sessions: Sequence[Session], tools: Tools) -> None:
@@ -708,10 +710,13 @@ class BaselinesConfig:
     systems: str = "all"        # names of baselines, separated by semicolons; "all": every registered one
     writer: str = "extractive"  # who writes summaries and notes: "extractive", or a model's one-line name, see `memloc.llm`
     budget: int = 103_000       # tokens of a full context, >= 1 (the paper cuts LongMemEval-S at 103k)
+    seed: int = 224             # of systems that draw, >= 0 (RAPTOR's published one)
 
     def __post_init__(self) -> None:
         if isinstance(self.budget, bool) or not isinstance(self.budget, int) or self.budget < 1:
             raise ValueError(f"budget must be a whole number of tokens, at least 1, got {self.budget!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed must be a whole number, at least 0, got {self.seed!r}")
 
 
 EXTENSIONS = ("memloc.baseline_trees",)  # modules that register further baselines when imported
@@ -814,7 +819,7 @@ def rank_piece(
     shared: str,                   # hash of what all pieces of a run depend on
 ) -> tuple[pl.DataFrame, dict[str, Any], bool]:  # rankings, cost row, whether it was there already
     "One system on one conversation, from disk or computed and kept."
-    ranked, spent = piece_paths(folder, shown_name(cls, tools), conversation_id, piece_key(cls, sessions, questions, shared))
+    ranked, spent = piece_paths(folder, shown_name(cls, tools), conversation_id, piece_key(cls, sessions, questions, f"{shared}, seed {tools.seed}" if cls.draws else shared))
     if ranked.is_file() and spent.is_file():
         return read_table(ranked), read_json(spent), True
     ranking, cost = rank_conversation(cls, conversation_id, sessions, list(questions), list(questions.values()), tools)
@@ -895,7 +900,7 @@ def run_baselines(
     from tqdm.auto import tqdm
 
     classes, found, folder = chosen_baselines(config.systems), stage_conversations(run_dir), Path(run_dir)/"baselines"
-    tools = Tools(run_encoder(run_dir), make_writer(config.writer))
+    tools = Tools(run_encoder(run_dir), make_writer(config.writer), config.seed)
     writer = getattr(getattr(tools.writer, "model", None), "key", tools.writer.name)
     shared = json.dumps([library_versions(), tools.encoder.key, writer], sort_keys=True)
     inputs = [*(Path(run_dir)/"data"/f"{name}.parquet" for name in ("sessions", "turns", "questions")), Path(run_dir)/"units"/"encoder.json"]

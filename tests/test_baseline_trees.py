@@ -132,6 +132,12 @@ class TestCollapsedTree:
 
 
 class TestRaptor:
+    def test_the_seed_is_that_of_the_tools_unless_the_caller_chose_one(self, tools):
+        for settings, seed, used in ((RaptorSettings(), 5, 5), (RaptorSettings(seed=7), 5, 7), (RaptorSettings(), 224, 224)):
+            raptor = Raptor(settings)
+            raptor.build([Session("s0", None, ("Nora: the boat", "Dev: the sea"))], Tools(tools.encoder, seed=seed))
+            assert raptor.settings.seed == used
+
     def test_principal_components_keep_distances_of_flat_data(self):
         rng = np.random.default_rng(1)
         flat = rng.normal(size=(30, 3)) @ np.linalg.qr(rng.normal(size=(20, 3)))[0].T

@@ -452,6 +452,17 @@ class TestStage:
         run_baselines(BaselinesConfig("BM25, best turn"), run)
         assert len(seen) == n_conversations
 
+    def test_another_seed_changes_the_pieces_of_systems_that_draw(self, run, built, monkeypatch):
+        seen, _ = built
+        monkeypatch.setattr(SeCom, "draws", True)
+        run_baselines(BaselinesConfig("BM25, best turn; SeCom"), run)
+        n_conversations = len(seen)//2
+        seen.clear()
+        run_baselines(BaselinesConfig("BM25, best turn; SeCom", seed=1), run)
+        assert seen == ["SeCom"]*n_conversations
+        with pytest.raises(ValueError, match="seed must be a whole number, at least 0, got -1"):
+            BaselinesConfig(seed=-1)
+
     def test_the_code_of_a_piece_is_that_of_its_system_and_what_it_imports(self, tmp_path, monkeypatch):
         from types import SimpleNamespace
         package = tmp_path/"memloc"
