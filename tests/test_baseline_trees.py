@@ -133,8 +133,8 @@ class TestCollapsedTree:
 
 class TestRaptor:
     def test_the_seed_is_that_of_the_tools_unless_the_caller_chose_one(self, tools):
-        for settings, seed, used in ((RaptorSettings(), 5, 5), (RaptorSettings(seed=7), 5, 7), (RaptorSettings(), 224, 224)):
-            raptor = Raptor(settings)
+        for chosen, seed, used in ((RaptorSettings(), 5, 5), (RaptorSettings(seed=7), 5, 7), (RaptorSettings(), 224, 224)):
+            raptor = Raptor(chosen)
             raptor.build([Session("s0", None, ("Nora: the boat", "Dev: the sea"))], Tools(tools.encoder, seed=seed))
             assert raptor.settings.seed == used
 
