@@ -253,7 +253,7 @@ class TestRuns:
         assert (found["mean"], found["sd"], found["n"], found["seeds"]) == (0.5, 0.1, 3, "1, 2, 13")
         curves = training_curves(folder, PAPER).filter(source="shpo-made, seed 2")
         assert curves.select("step", "reward", "reply_tokens").rows() == [(1, 0.5, 20.0), (2, 0.51, 19.0), (3, 0.52, 18.0)]
-        assert "shpo-made" in str(extra_tables("table_05", folder, PAPER, load_records(folder))[1])
+        assert "shpo-made" in str(extra_tables("table_05", folder, PAPER, load_records(folder))[-1])
         write_svg(draw_training(training_curves(folder, PAPER)), tmp_path/"a.svg")
         write_svg(draw_training(training_curves(folder, PAPER)), tmp_path/"b.svg")
         assert (tmp_path/"a.svg").read_bytes() == (tmp_path/"b.svg").read_bytes() != (RESULTS/"tables/figure_03.svg").read_bytes()
