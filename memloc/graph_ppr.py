@@ -141,8 +141,11 @@ def unit_similarity(
 ) -> np.ndarray:           # shape (n_sessions, n_sessions), NaN where a session lacks the view
     "How alike the sessions of a conversation are in one view."
     parsed = parse_view(view)
+    if parsed.scorer == "date":  # two sessions are not alike because they lie near in time; temporal edges say that
+        n_sessions = len(units.sessions[conversation_id])
+        return np.full((n_sessions, n_sessions), np.nan)
     members = [units.view(conversation_id, granularity) for granularity in parsed.granularities]
-    if parsed.scorer == "dense":
+    if parsed.scorer in ("dense", "topic", "token"):
         nodes = node_vectors(members[0].vectors, members[0].indptr)
         return nodes @ nodes.T
     n_sessions = len(members[0].indptr) - 1
