@@ -265,6 +265,7 @@ GRAPH_PRESETS: dict[str, GraphSettings] = {
     "paper": GraphSettings(restart=0.1),
     "released": GraphSettings(restart=0.9),
     "memloc": GraphSettings(restart=0.9, n_seeds=30),
+    "fused": GraphSettings(restart=0.9, n_seeds=40),
 }
 
 
