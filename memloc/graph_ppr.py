@@ -414,7 +414,7 @@ def edge_table(
                        "similarity": part.similarity.astype(np.float64)}
             frame = pl.DataFrame(columns, schema_overrides=schema).with_columns(
                 preset=pl.lit(preset), conversation_id=pl.lit(conversation), view=pl.lit(view))
-            parts.append(frame.select(schema))
+            parts.append(frame.select(list(schema)))
     return pl.concat(parts)
 
 

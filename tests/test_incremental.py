@@ -1,5 +1,6 @@
 """A memory that grows and shrinks against a rebuild by the plain functions; fast paths against their plain definitions."""
 
+import zlib
 from datetime import datetime, timedelta
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from memloc.data import sample
 from memloc.graph_ppr import (
     GraphSettings,
     MemoryGraph,
@@ -20,7 +22,8 @@ from memloc.graph_ppr import (
     seed_mass,
 )
 from memloc.incremental import IncrementalIndex, aggregate_blocks, session_members
-from memloc.memory_units import GRANULARITIES, UnitIndex
+from memloc.lexical import terms
+from memloc.memory_units import GRANULARITIES, UnitIndex, build_units
 from memloc.routing import aggregate, conversation_similarities, ranking_table, routing_preset, stack_views
 
 DAY = datetime(2024, 3, 1)
@@ -112,3 +115,120 @@ def test_any_order_of_adds_and_removes_equals_a_rebuild(operations, preset, cand
         assert_same(index, sessions, questions, asked)
     else:
         assert index.search(questions, asked).shape == (3, 0)
+
+
+def term_vectors(texts: list[str], dim: int = 64) -> np.ndarray:
+    "Unit vectors of texts without a model: each term has a random direction of its own."
+    parts = [[np.random.default_rng(zlib.crc32(term.encode())).normal(size=dim) for term in found] or [np.ones(dim)] for found in terms(texts)]
+    sums = np.array([np.sum(each, axis=0) for each in parts], dtype=np.float32)
+    return sums/np.linalg.norm(sums, axis=1, keepdims=True)
+
+
+def test_sample_arrives_in_random_order_and_loses_sessions():
+    data, rng = sample(), np.random.default_rng(5)
+    chosen = data.sessions.filter(pl.col("conversation_id") == "nora-dev")
+    turns = data.turns.join(chosen.select("session_id"), on="session_id", how="semi")
+    notes = data.annotations.filter(pl.col("conversation_id") == "nora-dev")
+    table = build_units(chosen, turns, notes, progress=False).with_columns(vector_row=pl.int_range(pl.len(), dtype=pl.Int32))
+    units = UnitIndex(table, term_vectors(table["text"].to_list()), chosen)
+    questions = data.questions.filter(pl.col("conversation_id") == "nora-dev")["question"].to_list()[:12]
+    asked = term_vectors(questions)
+    members, dates = session_members(units, "nora-dev"), dict(chosen.select("session_id", "date").iter_rows())
+    index, there = IncrementalIndex(graph=graph_preset("memloc", n_candidates=6)), {}
+    for step, session_id in enumerate(rng.permutation(list(members)).tolist()):
+        there[session_id] = (dates[session_id], members[session_id])
+        index.add(session_id, *there[session_id])
+        if step % 5 == 4:
+            gone = sorted(there)[int(rng.integers(len(there)))]
+            index.remove(gone)
+            del there[gone]
+            assert_same(index, there, questions, asked)
+    assert len(there) == len(members) - 3
+
+
+def test_what_does_not_fit_is_refused():
+    index = IncrementalIndex()
+    with pytest.raises(ValueError, match="empty"):
+        index.graph()
+    with pytest.raises(ValueError, match="s1: granularity 'mood'"):
+        index.add("s1", DAY, {"mood": (["x"], np.zeros((1, 4)))})
+    index.add("s1", DAY, {"turn": (["Nora painted"], np.ones((1, 4), np.float32))})
+    with pytest.raises(ValueError, match="one model"):
+        index.add("s2", DAY, {"turn": (["Nora painted"], np.ones((1, 5), np.float32))})
+    with pytest.raises(ValueError, match="already there"):
+        index.add("s1", DAY, {})
+    with pytest.raises(KeyError, match="s2"):
+        index.remove("s2")
+    assert index.session_ids == ("s1",)
+    with pytest.raises(ValueError, match="n_candidates=0"):
+        IncrementalIndex(graph=GraphSettings(n_candidates=0))
+
+
+# --- fast paths against their plain definitions --------------------------------------------------------------------
+
+def plain_candidates(similarity, n_candidates, candidates):
+    n = len(similarity)
+    allowed = np.tri(n, k=-1, dtype=bool) if candidates == "earlier" else ~np.eye(n, dtype=bool)
+    ranked = np.where(allowed & np.isfinite(similarity), similarity, -np.inf)
+    index = np.argsort(-ranked, axis=1, kind="stable")[:, :n_candidates]
+    values = np.take_along_axis(ranked, index, 1)
+    pad = ((0, 0), (0, n_candidates - index.shape[1]))
+    return np.pad(index, pad), np.pad(np.where(np.isfinite(values), values, np.nan), pad, constant_values=np.nan)
+
+
+def plain_seeds(similarity, weights, n_seeds):
+    raw = (weights[..., None]*np.nan_to_num(similarity, nan=0.0)).reshape(len(similarity), -1)
+    rank = np.argsort(np.argsort(-raw, axis=1, kind="stable"), axis=1, kind="stable")
+    kept = np.where((rank < n_seeds) & (raw > 0), raw, 0.0)
+    total = kept.sum(1)
+    return (kept/np.where(total > 0, total, 1.0)[:, None]).T, total <= 0
+
+
+def coarse(rng: np.random.Generator, shape, missing: float, dtype) -> np.ndarray:
+    "Values with many ties, some of them missing."
+    values = rng.integers(-5, int(rng.integers(0, 200)), shape).astype(dtype)/16
+    values[rng.random(shape) < missing] = np.nan
+    return values
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 200), st.integers(1, 25), st.sampled_from([0.0, 0.3, 0.9]),
+       st.sampled_from([np.float32, np.float64]), st.sampled_from(["earlier", "all"]))
+def test_selection_equals_sorting(seed, n, k, missing, dtype, candidates):
+    rng = np.random.default_rng(seed)
+    similarity = coarse(rng, (n, n), missing, dtype)
+    for ours, plain in zip(candidate_table(similarity, k, candidates), plain_candidates(similarity, k, candidates), strict=True):
+        assert ours.dtype == plain.dtype
+        np.testing.assert_array_equal(ours, plain)
+    asked = coarse(rng, (3, 2, n + 1), missing, dtype)
+    weights = rng.random((3, 2))
+    for ours, plain in zip(seed_mass(asked, weights, k), plain_seeds(asked, weights, k), strict=True):
+        np.testing.assert_array_equal(ours, plain)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 12), max_size=30), st.integers(1, 4), st.sampled_from(["mean", "max", "top"]),
+       st.integers(1, 5), st.sampled_from([np.float32, np.float64]))
+def test_blocks_of_sessions_equal_the_walk_over_sessions(seed, sizes, n_queries, how, top, dtype):
+    indptr = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    scores = np.random.default_rng(seed).normal(size=(n_queries, indptr[-1])).astype(dtype)
+    np.testing.assert_array_equal(aggregate_blocks(scores, indptr, how, top), aggregate(scores, indptr, how, top))
+
+
+def test_edge_table_lists_every_edge_in_its_order():
+    sessions = {f"s{i}": (DAY + timedelta(days=i), drawn_members(np.random.default_rng(i), 6, GRANULARITIES)) for i in range(12)}
+    units, order = units_of(sessions, 6)
+    graphs = build_graphs(units, {"c": order}, routing_preset("memloc").views, GraphSettings())
+    plain = [("memloc", conversation, view, graph.session_ids[source], graph.session_ids[target],
+              "semantic" if semantic else "temporal", float(value))
+             for conversation, graph in graphs.items() for view, part in zip(graph.views, graph.edges, strict=True)
+             for source, target, semantic, value in zip(part.source, part.target, part.semantic, part.similarity, strict=True)]
+    table = edge_table("memloc", graphs)
+    assert table.equals(pl.DataFrame(plain, schema=table.schema, orient="row"))
+    assert edge_table("memloc", {}).is_empty() and edge_table("memloc", {}).schema == table.schema
+
+
+def test_largest_takes_the_first_of_equal_values():
+    row, column, rank = largest(np.full((2, 300), 0.5), 3)
+    assert (column.reshape(2, 3) == [0, 1, 2]).all() and (row == [0]*3 + [1]*3).all() and (rank.reshape(2, 3) == [0, 1, 2]).all()
+    assert len(largest(np.full((2, 300), -np.inf), 3)[0]) == 0
