@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['CANDIDATES', 'GRAPH_PRESETS', 'two_means_split', 'MixtureSettings', 'fit_mixture', 'similar_members', 'largest',
            'candidate_table', 'unit_similarity', 'GraphEdges', 'temporal_edges', 'semantic_edges', 'transition_matrix',
-           'propagate', 'seed_mass', 'session_scores', 'GraphSettings', 'graph_preset', 'MemoryGraph', 'join_parts',
-           'build_graphs', 'session_adjacency', 'communities', 'layout', 'GraphConfig', 'edge_table', 'community_table',
-           'search_conversation', 'run_graph', 'write_graph']
+           'spread', 'propagate', 'seed_mass', 'session_scores', 'GraphSettings', 'graph_preset', 'MemoryGraph',
+           'join_parts', 'build_graphs', 'session_adjacency', 'communities', 'layout', 'GraphConfig', 'edge_table',
+           'community_table', 'search_conversation', 'run_graph', 'write_graph']
 
 # %% ../nbs/03_graph_ppr.ipynb #7969a8b1
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -226,19 +227,34 @@ def transition_matrix(
     return (adjacency @ sp.diags(1/np.maximum(degree, 1)) + sp.diags((degree == 0).astype(np.float64))).tocsr()
 
 # %% ../nbs/03_graph_ppr.ipynb #6e8599c6
+def spread(
+    transition: sp.csr_matrix,   # column-stochastic, of an undirected graph, shape (n_nodes, n_nodes)
+    mass: np.ndarray,            # shape (n_nodes, n_queries)
+    n_links: int = 200_000,      # smaller matrices are multiplied as a whole, which is faster there
+) -> np.ndarray:                 # shape (n_nodes, n_queries)
+    "One step of the walk; while few nodes have mass, only their neighbours are computed."
+    active = np.flatnonzero(mass.any(1)) if transition.nnz > n_links else np.arange(len(mass))
+    if 8*len(active) > len(mass):
+        return transition @ mass
+    out, rows = np.zeros_like(mass), np.unique(transition[active].indices)
+    out[rows] = transition[rows] @ mass
+    return out
+
+
 def propagate(
     transition: sp.csr_matrix,   # column-stochastic, shape (n_nodes, n_nodes)
     seeds: np.ndarray,           # one column per question, each summing to 1, shape (n_nodes, n_queries)
     restart: float,              # probability of jumping back to the seed, in (0, 1]
     tolerance: float = 1e-10,    # largest change of total mass in the last step
+    undirected: bool = False,    # every link goes both ways: the first steps of a large graph are then cheaper, same result
 ) -> np.ndarray:                 # shape (n_nodes, n_queries); each column sums to 1
     "Random walk with restart for all questions at once (Eq. 11)."
     if not 0 < restart <= 1:
         raise ValueError(f"restart must lie in (0, 1], not {restart}; the paper prints 0.1, the released code runs 0.9")
-    mass = seeds.astype(np.float64)
+    mass, step = seeds.astype(np.float64), spread if undirected else operator.matmul
     steps = int(np.ceil(np.log(tolerance/2)/np.log(1 - restart))) + 1 if restart < 1 else 1
     for _ in range(steps):
-        moved = (1 - restart)*(transition @ mass) + restart*seeds
+        moved = (1 - restart)*step(transition, mass) + restart*seeds
         change = np.abs(moved - mass).sum(0).max(initial=0.0)
         mass = moved
         if change < tolerance:
@@ -306,7 +322,7 @@ class MemoryGraph:
     def search(self, similarity: np.ndarray, weights: np.ndarray, settings: GraphSettings) -> tuple[np.ndarray, np.ndarray]:
         "Session scores (n_queries, n_sessions) by Eq. 10-12, and which questions had no seed (n_queries,)."
         seeds, empty = seed_mass(similarity, weights, settings.n_seeds)
-        return session_scores(propagate(self.transition, seeds, settings.restart), len(self.views)), empty
+        return session_scores(propagate(self.transition, seeds, settings.restart, undirected=True), len(self.views)), empty
 
 
 def join_parts(

@@ -18,8 +18,11 @@ from memloc.graph_ppr import (
     edge_table,
     graph_preset,
     largest,
+    propagate,
     search_conversation,
     seed_mass,
+    spread,
+    transition_matrix,
 )
 from memloc.incremental import IncrementalIndex, aggregate_blocks, session_members
 from memloc.lexical import terms
@@ -232,3 +235,17 @@ def test_largest_takes_the_first_of_equal_values():
     row, column, rank = largest(np.full((2, 300), 0.5), 3)
     assert (column.reshape(2, 3) == [0, 1, 2]).all() and (row == [0]*3 + [1]*3).all() and (rank.reshape(2, 3) == [0, 1, 2]).all()
     assert len(largest(np.full((2, 300), -np.inf), 3)[0]) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 300), st.integers(0, 600), st.integers(1, 3), st.sampled_from([0.1, 0.5, 0.9, 1.0]))
+def test_walk_by_neighbours_has_the_bits_of_the_whole_product(seed, n_nodes, n_edges, n_queries, restart):
+    rng = np.random.default_rng(seed)
+    transition = transition_matrix(n_nodes, rng.integers(0, n_nodes, n_edges), rng.integers(0, n_nodes, n_edges))
+    seeds = np.zeros((n_nodes, n_queries))
+    seeds[rng.integers(0, n_nodes, n_queries), np.arange(n_queries)] = 1
+    mass = seeds
+    for _ in range(6):
+        np.testing.assert_array_equal(spread(transition, mass, n_links=0), transition @ mass)
+        mass = transition @ mass
+    np.testing.assert_array_equal(propagate(transition, seeds, restart, undirected=True), propagate(transition, seeds, restart))
