@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Members', 'CountedTexts', 'count_terms', 'joined_counts', 'bm25_weights', 'TermWeights', 'SharedTerms', 'Candidates',
            'no_candidates', 'carried_over', 'entered', 'row_blocks', 'refill', 'dense_candidates', 'lexical_candidates',
-           'aggregate_blocks', 'StoredSession', 'checked_members', 'IncrementalIndex', 'SearchState', 'fit_lists',
-           'edges_of', 'refreshed', 'view_scores', 'session_members']
+           'aggregate_blocks', 'StoredSession', 'checked_members', 'counted_members', 'stored_session',
+           'IncrementalIndex', 'SearchState', 'fit_lists', 'edges_of', 'refreshed', 'view_scores', 'session_members']
 
 # %% ../nbs/parts/incremental.ipynb #14dd56fd
 import math
@@ -295,7 +295,44 @@ def checked_members(
                              "give one vector a text")
     return members
 
-# %% ../nbs/parts/incremental.ipynb #80695834
+# %% ../nbs/parts/incremental.ipynb #6dfc3b42
+def counted_members(
+    views: Sequence[View],
+    members: Members,
+    number_of: dict[str, int],  # term -> number; new terms are added
+) -> dict[str, CountedTexts]:   # list of texts -> counted
+    "Counted words of whole texts for every lexical view, and of single members where a view wants the best of them."
+    lexical = [view for view in views if view.scorer == "lexical"]
+    names = [name for name in members if any(name in view.granularities for view in lexical)]
+    found = iter(terms([text for name in names for text in members[name][0]]))
+    of = {name: [next(found) for _ in members[name][0]] for name in names}
+    out = {}
+    for view in lexical:
+        whole = [term for name in view.granularities for text in of.get(name, []) for term in text]
+        out["+".join(view.granularities)] = count_terms([whole], number_of)
+        if view.aggregation == "max":
+            out[f"{view.granularities[0]}:max"] = count_terms(of.get(view.granularities[0], []), number_of)
+    return out
+
+# %% ../nbs/parts/incremental.ipynb #afc3d083
+def stored_session(
+    key: int,
+    date: datetime | None,
+    members: Members,
+    views: Sequence[View],
+    number_of: dict[str, int],  # term -> number; new terms are added
+    dim: int,                   # numbers of a vector
+) -> StoredSession:
+    "What the index keeps of a session."
+    stored = StoredSession(key, date, {name: len(texts) for name, (texts, _) in members.items()})
+    for granularity in {view.granularities[0] for view in views if view.scorer == "dense"}:
+        vectors = members[granularity][1] if stored.sizes.get(granularity) else np.zeros((0, dim), np.float32)
+        stored.vectors[granularity] = vectors
+        stored.nodes[granularity] = node_vectors(vectors, np.array([0, len(vectors)]))[0]
+    stored.words = counted_members(views, members, number_of)
+    return stored
+
+# %% ../nbs/parts/incremental.ipynb #525a3787
 class IncrementalIndex:
     "One history's views, edges and search, kept up to date while sessions come and go."
 
@@ -325,8 +362,12 @@ class IncrementalIndex:
         "Take in a session; edges follow at the next search."
         if session_id in self.sessions:
             raise ValueError(f"session {session_id!r} is already there; remove it first to replace it")
-        self.sessions[session_id] = self._stored(date, checked_members(session_id, members), session_id)
-        self._state = None
+        dims = {vectors.shape[1] for _, vectors in checked_members(session_id, members).values() if len(vectors)} | ({self._dim} - {None})
+        if len(dims) > 1:
+            raise ValueError(f"session {session_id}: vectors of {sorted(dims)} numbers in one memory; encode with one model")
+        self._dim = next(iter(dims), None)
+        self.sessions[session_id] = stored_session(self._n_keys, date, members, self.views, self._number_of, self._dim or 0)
+        self._n_keys, self._state = self._n_keys + 1, None
 
     def remove(self, session_id: str) -> None:
         "Forget a session; edges follow at the next search."
@@ -334,33 +375,6 @@ class IncrementalIndex:
             raise KeyError(f"no session {session_id!r} among the {len(self.sessions)} of this memory")
         del self.sessions[session_id]
         self._state = None
-
-    def _stored(self, date: datetime | None, members: Members, session_id: str) -> StoredSession:
-        dims = {vectors.shape[1] for _, vectors in members.values() if len(vectors)} | ({self._dim} - {None})
-        if len(dims) > 1:
-            raise ValueError(f"session {session_id}: vectors of {sorted(dims)} numbers in one memory; encode with one model")
-        self._dim, self._n_keys = (dims or {None}).pop(), self._n_keys + 1
-        stored = StoredSession(self._n_keys - 1, date, {name: len(texts) for name, (texts, _) in members.items()})
-        for granularity in {view.granularities[0] for view in self.views if view.scorer == "dense"}:
-            vectors = members[granularity][1] if stored.sizes.get(granularity) else np.zeros((0, self._dim or 0), np.float32)
-            stored.vectors[granularity] = vectors
-            stored.nodes[granularity] = node_vectors(vectors, np.array([0, len(vectors)]))[0]
-        stored.words = self._counted(members)
-        return stored
-
-    def _counted(self, members: Members) -> dict[str, CountedTexts]:
-        "Counted words of the whole texts of every lexical view, and of single members where a view wants the best of them."
-        lexical = [view for view in self.views if view.scorer == "lexical"]
-        names = [name for name in members if any(name in view.granularities for view in lexical)]
-        found = iter(terms([text for name in names for text in members[name][0]]))
-        of = {name: [next(found) for _ in members[name][0]] for name in names}
-        out = {}
-        for view in lexical:
-            whole = [term for name in view.granularities for text in of.get(name, []) for term in text]
-            out["+".join(view.granularities)] = count_terms([whole], self._number_of)
-            if view.aggregation == "max":
-                out[f"{view.granularities[0]}:max"] = count_terms(of.get(view.granularities[0], []), self._number_of)
-        return out
 
     def refresh(self) -> "SearchState":
         "Bring edges and scores up to date; a search does it by itself."
@@ -424,7 +438,7 @@ def edges_of(
                       np.arange(len(row) + len(later)) < len(row),
                       np.concatenate([lists.values[row, rank], lists.previous[later]]), int((present & ~lists.fitted).sum()))
 
-# %% ../nbs/parts/incremental.ipynb #34ba96a6
+# %% ../nbs/parts/incremental.ipynb #f4ae32cf
 def _stacked(index: IncrementalIndex, stored: list[StoredSession], granularity: str) -> tuple[np.ndarray, np.ndarray]:
     "Member vectors and mean vectors of a granularity, one below the other; sessions then share the stacked copy."
     dim = index._dim or 0
@@ -440,7 +454,7 @@ def _stacked(index: IncrementalIndex, stored: list[StoredSession], granularity: 
         start += size
     return vectors, nodes
 
-
+# %% ../nbs/parts/incremental.ipynb #d59a436e
 def refreshed(index: IncrementalIndex) -> SearchState:
     "Work out what the adds and removes since the last search changed."
     ids = index.session_ids
@@ -470,7 +484,7 @@ def refreshed(index: IncrementalIndex) -> SearchState:
     return SearchState(graph, {name: both[0] for name, both in stacked.items()}, {name: both[1] for name, both in stacked.items()},
                        {name: np.concatenate([[0], np.cumsum(size)]) for name, size in sizes.items()}, words, present)
 
-
+# %% ../nbs/parts/incremental.ipynb #280b452c
 def view_scores(
     state: SearchState,
     view: View,
