@@ -180,7 +180,7 @@ def entered(
     allowed = np.arange(len(nodes)) > new[:, None] if candidates == "earlier" else True
     return (np.isfinite(similarity) & allowed & (similarity >= last - 1e-9)).any(0)
 
-
+# %% ../nbs/parts/incremental.ipynb #726e4ffd
 def row_blocks(
     rows: np.ndarray,  # rows to work on, rising
     size: int = 512,   # rows a block

@@ -31,6 +31,7 @@ from memloc.graph_ppr import (
     unit_similarity,
 )
 from memloc.incremental import IncrementalIndex
+from memloc.lexical import terms
 from memloc.memory_units import UnitIndex, time_text
 from memloc.routing import ranking_table, route, routing_preset
 
@@ -179,39 +180,46 @@ def generated_history(n_sessions: int, dim: int, n_turns: int, n_words: int, n_q
 
 
 def timed(calls) -> np.ndarray:
-    "Seconds of each call."
+    "Milliseconds of each call, shape (2, n_calls): on the clock, and of this process alone (what an idle core would take)."
     out = []
     for call in calls:
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         call()
-        out.append(time.perf_counter() - start)
-    return np.array(out)
+        out.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    return 1e3*np.array(out).T
 
 
-def bench_growth(sizes, dim: int, n_turns: int, n_words: int, repeat: int = 3, search_after_add: int = 5_000) -> None:
+def shown(milliseconds: np.ndarray) -> str:
+    "Median on the clock and, in brackets, of the process alone."
+    return "{:.1f} ms ({:.1f})".format(*np.median(milliseconds, axis=1))
+
+
+def bench_growth(sizes, dim: int, n_turns: int, n_words: int, search_after_add: int = 5_000) -> None:
     "Adding, building and asking a memory of each size."
     last = None
     for size in sizes:
         sessions, questions, vectors, gold = generated_history(size + 10, dim, n_turns, n_words)
         memory = IncrementalIndex()
-        add_s = timed([partial(memory.add, *each) for each in sessions[:size]])
-        build_s = timed([memory.refresh])[0]
-        for _ in range(repeat - 1 if size <= 1_000 else 0):
+        add = timed([partial(memory.add, *each) for each in sessions[:size]])
+        build = timed([memory.refresh])
+        for _ in range(2 if size <= 1_000 else 0):
             again = IncrementalIndex()
             again.sessions, again._number_of, again._dim, again._n_keys = memory.sessions, memory._number_of, memory._dim, memory._n_keys
-            build_s = min(build_s, timed([again.refresh])[0])
-        query_s = timed([partial(memory.search, [questions[i]], vectors[i:i + 1]) for i in range(len(questions))])
+            build = np.minimum(build, timed([again.refresh]))
+        query = timed([partial(memory.search, [questions[i]], vectors[i:i + 1]) for i in range(len(questions))])
         scores, ids = memory.search(questions, vectors), np.array(memory.session_ids)
         found = np.mean([answer in ids[np.argsort(-row)[:3]] for answer, row in zip(gold, scores, strict=True) if answer in memory.sessions])
-        per_session = add_s.sum()/size + build_s/size
-        growth = f", exponent {np.log(per_session/last[1])/np.log(size/last[0]):.2f}" if last else ""
-        line = (f"{size} sessions: R@3 {100*found:.0f}; add p50 {1e3*np.median(add_s):.2f} ms; graph {build_s:.2f} s; a session "
-                f"{1e3*per_session:.2f} ms{growth}; query p50 {1e3*np.median(query_s):.1f} ms; best {1e3*query_s.min():.1f} ms")
-        last = (size, per_session)
+        own = (add[1].sum() + build[1, 0])/size
+        ratio = ""
+        if last:
+            ratio = (f" (a session {own/last[1]:.2f} times, graph {build[1, 0]/last[2]:.1f} times that of {last[0]} sessions; "
+                     f"a session costs n^{np.log(own/last[1])/np.log(size/last[0]):.2f})")
+        last = (size, own, build[1, 0])
+        line = f"{size} sessions: R@3 {100*found:.0f}; add {shown(add)}; graph {shown(build)}{ratio}; query {shown(query)}"
         if size <= search_after_add:
             later = timed([step for each in sessions[size:size + (10 if size <= 1_000 else 2)]
                            for step in (partial(memory.add, *each), partial(memory.search, questions[:1], vectors[:1]))])
-            line += f"; add then search p50 {1e3*np.median(later[::2] + later[1::2]):.0f} ms"
+            line += f"; add then search {shown(later[:, ::2] + later[:, 1::2])}"
         print(f"{line}; peak memory so far {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024:.0f} MiB", flush=True)
 
 
@@ -219,6 +227,8 @@ def bench_incremental(sizes) -> None:
     "Growth on small sessions, and 500 sessions as long as LongMemEval's notes."
     processor = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     print(f"a memory that grows, one thread of {processor[0] if processor else platform.processor()}, commit {git_commit()}")
+    print("medians on the clock; in brackets the time of the process alone, which is what an idle core would take")
+    terms(["libraries are loaded here"])
     print("500 sessions of 6 turns of 15 terms, vectors of 384 numbers (targets: add 20 ms, graph 0.3 s, query 5 ms)")
     bench_growth([500], 384, 6, 15)
     print("growth, sessions of 4 turns of 6 terms, vectors of 32 numbers (target: query over 50,000 sessions 150 ms)")
