@@ -68,8 +68,8 @@ results: env  ## keep the figures of a run: make results RUN=runs/locomo NAME=lo
 tables: env  ## write the paper's tables beside ours from the committed records, offline: nbs/results/tables
 	$(PY) -c 'from memloc.paper_tables import write_tables; print(write_tables())'
 
-bench: env  ## measure speed on a finished run and print ratios: make bench [RUN=runs/locomo]
-	$(PY) tests/bench.py $(RUN)
+bench: env  ## measure speed and print ratios, of a memory that grows and of a finished run: make bench [RUN=runs/locomo]
+	OMP_NUM_THREADS=1 $(PY) tests/bench.py $(if $(filter-out file,$(origin RUN)),$(RUN))
 
 clean:  ## remove caches and build leftovers; runs/ and .venv stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

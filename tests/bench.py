@@ -1,8 +1,11 @@
-"""Speed as ratios measured in one run, on the nodes of a finished run: `make bench [RUN=runs/locomo]`."""
+"""Speed as ratios measured in one run: a memory that grows, and the nodes of a finished run: `make bench [RUN=runs/locomo]`."""
 
 import argparse
+import platform
 import resource
 import time
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import igraph
@@ -27,7 +30,9 @@ from memloc.graph_ppr import (
     two_means_split,
     unit_similarity,
 )
-from memloc.memory_units import UnitIndex
+from memloc.incremental import IncrementalIndex
+from memloc.lexical import terms
+from memloc.memory_units import UnitIndex, time_text
 from memloc.routing import ranking_table, route, routing_preset
 
 
@@ -144,15 +149,106 @@ def bench_walk(preset, graphs, blocks, ids, routing, settings) -> None:
           f"{np.abs(found[first] - np.array(prpack).T)[linked].max():.1e}")
 
 
+# --- a memory that grows ---------------------------------------------------------------------------------------------
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors/np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+def generated_history(n_sessions: int, dim: int, n_turns: int, n_words: int, n_questions: int = 40, seed: int = 1):
+    "Sessions (id, date, members) with planted evidence; questions, their vectors, and the ids of the sessions that answer them."
+    rng = np.random.default_rng(seed)
+    share = np.cumsum(1/np.arange(20, 20_020))
+    drawn = np.searchsorted(share/share[-1], rng.random((n_sessions, n_turns, n_words)))
+    words = np.array([f"w{i:05d}" for i in range(20_000)], dtype=object)[drawn]
+    topics, topic = rng.normal(size=(200, dim)).astype(np.float32), rng.integers(0, 200, n_sessions)
+    turn, summary, observation = (unit(topics[topic][:, None] + 1.5*rng.standard_normal((n_sessions, k, dim), dtype=np.float32))
+                                  for k in (n_turns, 1, 3))
+    gold = rng.choice(n_sessions, n_questions, replace=n_questions > n_sessions)
+    questions, vectors = [], []
+    for number, session in enumerate(gold):
+        place = int(rng.integers(n_turns))
+        words[session, place, :2] = f"planted{number}", f"hidden{number}"
+        questions.append(f"planted{number} {words[session, place, -1]} {words[rng.integers(n_sessions), 0, 2]}")
+        vectors.append(unit(turn[session, place] + 0.7*unit(rng.normal(size=dim))))
+    blank, sessions = np.zeros((1, dim), np.float32), []
+    for i in range(n_sessions):
+        texts, date = [" ".join(said) for said in words[i]], datetime(2000, 1, 1) + timedelta(hours=3*i)
+        sessions.append((f"s{i:06d}", date, {"session": (["\n".join(texts)], blank), "time": ([time_text(date)], blank), "turn": (texts, turn[i]),
+                                             "summary": (texts[:1], summary[i]), "observation": (texts[:3], observation[i])}))
+    return sessions, questions, np.array(vectors, dtype=np.float32), [f"s{session:06d}" for session in gold]
+
+
+def timed(calls) -> np.ndarray:
+    "Milliseconds of each call, shape (2, n_calls): on the clock, and of this process alone (what an idle core would take)."
+    out = []
+    for call in calls:
+        start = time.perf_counter(), time.process_time()
+        call()
+        out.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    return 1e3*np.array(out).T
+
+
+def shown(milliseconds: np.ndarray) -> str:
+    "Median on the clock and, in brackets, of the process alone."
+    return "{:.1f} ms ({:.1f})".format(*np.median(milliseconds, axis=1))
+
+
+def bench_growth(sizes, dim: int, n_turns: int, n_words: int, search_after_add: int = 5_000) -> None:
+    "Adding, building and asking a memory of each size."
+    last = None
+    for size in sizes:
+        sessions, questions, vectors, gold = generated_history(size + 10, dim, n_turns, n_words)
+        memory = IncrementalIndex()
+        add = timed([partial(memory.add, *each) for each in sessions[:size]])
+        build = timed([memory.refresh])
+        for _ in range(2 if size <= 1_000 else 0):
+            again = IncrementalIndex()
+            again.sessions, again._number_of, again._dim, again._n_keys = memory.sessions, memory._number_of, memory._dim, memory._n_keys
+            build = np.minimum(build, timed([again.refresh]))
+        query = timed([partial(memory.search, [questions[i]], vectors[i:i + 1]) for i in range(len(questions))])
+        scores, ids = memory.search(questions, vectors), np.array(memory.session_ids)
+        found = np.mean([answer in ids[np.argsort(-row)[:3]] for answer, row in zip(gold, scores, strict=True) if answer in memory.sessions])
+        own = (add[1].sum() + build[1, 0])/size
+        ratio = ""
+        if last:
+            ratio = (f" (a session {own/last[1]:.2f} times, graph {build[1, 0]/last[2]:.1f} times that of {last[0]} sessions; "
+                     f"a session costs n^{np.log(own/last[1])/np.log(size/last[0]):.2f})")
+        last = (size, own, build[1, 0])
+        line = f"{size} sessions: R@3 {100*found:.0f}; add {shown(add)}; graph {shown(build)}{ratio}; query {shown(query)}"
+        if size <= search_after_add:
+            later = timed([step for each in sessions[size:size + (10 if size <= 1_000 else 2)]
+                           for step in (partial(memory.add, *each), partial(memory.search, questions[:1], vectors[:1]))])
+            line += f"; add then search {shown(later[:, ::2] + later[:, 1::2])}"
+        print(f"{line}; peak memory so far {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024:.0f} MiB", flush=True)
+
+
+def bench_incremental(sizes) -> None:
+    "Growth on small sessions, and 500 sessions as long as LongMemEval's notes."
+    processor = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    print(f"a memory that grows, one thread of {processor[0] if processor else platform.processor()}, commit {git_commit()}")
+    print("medians on the clock; in brackets the time of the process alone, which is what an idle core would take")
+    terms(["libraries are loaded here"])
+    print("500 sessions of 6 turns of 15 terms, vectors of 384 numbers (targets: add 20 ms, graph 0.3 s, query 5 ms)")
+    bench_growth([500], 384, 6, 15)
+    print("growth, sessions of 4 turns of 6 terms, vectors of 32 numbers (target: query over 50,000 sessions 150 ms)")
+    bench_growth(sizes, 32, 4, 6)
+
+
 if __name__ == "__main__":
     import warnings
 
     warnings.simplefilter("ignore", ConvergenceWarning)
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", nargs="?", default="runs/sample", help="a finished run")
-    run = parser.parse_args().run
+    parser.add_argument("run", nargs="?", help="a finished run; runs/sample if it is there")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[50, 500, 1_000, 5_000, 10_000, 50_000], help="sessions of the memory that grows")
+    given = parser.parse_args()
+    bench_incremental(given.sizes)
+    run = given.run or "runs/sample"
     if not (Path(run)/"graph/manifest.json").is_file():
-        parser.error(f"{run} is not a finished run; `make run` makes runs/sample, `make reproduce` the others")
+        if given.run:
+            parser.error(f"{run} is not a finished run; `make run` makes runs/sample, `make reproduce` the others")
+        parser.exit(message="no finished run: the nodes of a run were not measured; `make run` makes runs/sample\n")
     print(f"{stage_manifest(run, 'data')['settings']['dataset']} in {run}, commit {git_commit()}")
     for preset in ("paper", "released", "memloc"):
         bench_mixture_and_walk(run, preset)
