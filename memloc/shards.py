@@ -151,11 +151,24 @@ class ShardFolder:
             for name in gone:
                 del self._n_rows[name]
                 self._values.pop(name, None)
-        for name in sorted(names - self._n_rows.keys()):
+        for name, addresses in self._addresses(sorted(names - self._n_rows.keys())):
+            self._learn(name, addresses)
+
+    def _addresses(self, names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+        "Addresses of shards: of many at once, or, where that fails, one by one to find the reason."
+        if len(names) > 1:
             try:
-                self._learn(name, pl.read_parquet(self.folder/name, columns=[0], memory_map=False).to_series().to_list())
+                rows = pl.scan_parquet([self.folder/name for name in names], include_file_paths="file", glob=False, hive_partitioning=False)
+                lists = rows.select("file", pl.first().alias("address")).collect().group_by("file", maintain_order=True).agg("address")
+                yield from ((Path(file).name, addresses) for file, addresses in lists.iter_rows())
+                return
+            except (pl.exceptions.PolarsError, OSError) as error:
+                log.debug("%s: %s", self.folder, error)
+        for name in names:
+            try:
+                yield name, pl.read_parquet(self.folder/name, columns=[0], memory_map=False).to_series().to_list()
             except FileNotFoundError:
-                continue  # merged between the two lines; the next look finds its rows
+                continue  # merged meanwhile; the next look finds its rows
             except Exception as error:
                 raise damaged(self.folder/name, type(error).__name__) from error
 
