@@ -209,7 +209,7 @@ def run_on_ray(
         context.enable_progress_bars = False
         rows = ray.data.from_items([str(file) for file in files], override_num_blocks=len(files)).flat_map(lambda row: read(row["item"]))
         rows = rows.repartition(target_num_rows_per_block=1, strict=True)
-        made = rows.map(PieceMaker, fn_constructor_args=(config, str(out)), concurrency=workers, num_cpus=1, max_restarts=-1, max_task_retries=-1)
+        made = rows.map(PieceMaker, fn_constructor_args=(config, str(out)), compute=ray.data.ActorPoolStrategy(size=workers), num_cpus=1)
         return made.take_all()
 
 

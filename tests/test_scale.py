@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 import pytest
 
 from memloc import scale
@@ -133,17 +132,17 @@ def listening(pid: int) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_costs_its_own_piece_and_the_bytes_are_those_made_here(tmp_path):
+def test_a_killed_worker_costs_its_own_piece_and_the_bytes_are_those_made_here(tmp_path, monkeypatch):
     pytest.importorskip("ray")
-    source, out = write_histories(tmp_path/"files", 2, 6, 8), tmp_path/"ray"
+    source, out = write_histories(tmp_path/"files", 2, 5, 4), tmp_path/"ray"
     killed, kept, ears = [], {}, set()
 
     def kill_one() -> None:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 600
         while time.monotonic() < until and not killed:
             done = list(out.glob("*/piece.json"))
             workers = workers_of(os.getpid())
-            if len(done) >= 2 and workers:
+            if done and workers:
                 kept.update({path: path.stat().st_mtime_ns for path in done})
                 ears.update(listening(os.getpid()))
                 os.kill(workers[0].pid, signal.SIGKILL)
@@ -154,10 +153,10 @@ def test_a_killed_worker_costs_its_own_piece_and_the_bytes_are_those_made_here(t
     watcher.start()
     pieces = build_histories(source, out, address="local", workers=2)
     watcher.join()
-    assert killed and 2 <= len(kept) < 12, "the worker was killed in the middle"
+    assert killed and 1 <= len(kept) < 10, "the worker was killed in the middle"
     assert {path: path.stat().st_mtime_ns for path in kept} == kept, "what was finished is not made again"
     here = build_histories(source, tmp_path/"here")
     assert content(out) == content(tmp_path/"here")
     assert pieces.drop("made").equals(here.drop("made"))
     assert ears <= {"127.0.0.1", "::1"}, f"Ray listens on {ears}"
-    assert build_histories(source, out, address="local")["made"].any() == pl.Series([False]).any()
+    assert not build_histories(source, out)["made"].any()
