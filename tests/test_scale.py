@@ -134,7 +134,8 @@ def listening(pid: int) -> set[str]:
 @pytest.mark.slow
 def test_a_killed_worker_costs_its_own_piece_and_the_bytes_are_those_made_here(tmp_path, monkeypatch):
     pytest.importorskip("ray")
-    source, out = write_histories(tmp_path/"files", 2, 5, 4), tmp_path/"ray"
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # else its workers wait for everybody else on a busy machine
+    source, out = write_histories(tmp_path/"files", 2, 4, 2), tmp_path/"ray"
     killed, kept, ears = [], {}, set()
 
     def kill_one() -> None:
@@ -153,7 +154,7 @@ def test_a_killed_worker_costs_its_own_piece_and_the_bytes_are_those_made_here(t
     watcher.start()
     pieces = build_histories(source, out, address="local", workers=2)
     watcher.join()
-    assert killed and 1 <= len(kept) < 10, "the worker was killed in the middle"
+    assert killed and 1 <= len(kept) < 8, "the worker was killed in the middle"
     assert {path: path.stat().st_mtime_ns for path in kept} == kept, "what was finished is not made again"
     here = build_histories(source, tmp_path/"here")
     assert content(out) == content(tmp_path/"here")
