@@ -1,4 +1,5 @@
 """Many histories: pieces that depend on their conversation alone, and workers that may die."""
+import contextlib
 import json
 import os
 import signal
@@ -117,18 +118,26 @@ def test_what_is_wrong_is_named(source, tmp_path, monkeypatch):
     assert dict(os.environ) == before
 
 
-def workers_of(pid: int) -> list:
-    "Processes of Ray below a process that make pieces."
+def below(pid: int, of_each):
+    "Something about each process below a process; one that ends meanwhile is left out."
     import psutil
 
-    return [each for each in psutil.Process(pid).children(recursive=True) if "PieceMaker" in "".join(each.cmdline()) or "PieceMaker" in each.name()]
+    found = []
+    for each in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            found.append(of_each(each))
+    return found
+
+
+def workers_of(pid: int) -> list[int]:
+    "Processes of Ray below a process that make pieces."
+    named = below(pid, lambda each: (each.pid, "".join(each.cmdline())))
+    return [one for one, name in named if "PieceMaker" in name]
 
 
 def listening(pid: int) -> set[str]:
-    "Addresses that a process and its children listen on."
-    import psutil
-
-    return {each.laddr.ip for one in psutil.Process(pid).children(recursive=True) for each in one.net_connections("inet") if each.status == psutil.CONN_LISTEN}
+    "Addresses that the processes below a process listen on."
+    return {one.laddr.ip for found in below(pid, lambda each: each.net_connections("inet")) for one in found if one.status == "LISTEN"}
 
 
 @pytest.mark.slow
@@ -145,9 +154,9 @@ def test_a_killed_worker_costs_its_own_piece_and_the_bytes_are_those_made_here(t
             workers = workers_of(os.getpid())
             if done and workers:
                 kept.update({path: path.stat().st_mtime_ns for path in done})
+                os.kill(workers[0], signal.SIGKILL)
+                killed.append(workers[0])
                 ears.update(listening(os.getpid()))
-                os.kill(workers[0].pid, signal.SIGKILL)
-                killed.append(workers[0].pid)
             time.sleep(0.02)
 
     watcher = threading.Thread(target=kill_one)
@@ -159,5 +168,5 @@ def test_a_killed_worker_costs_its_own_piece_and_the_bytes_are_those_made_here(t
     here = build_histories(source, tmp_path/"here")
     assert content(out) == content(tmp_path/"here")
     assert pieces.drop("made").equals(here.drop("made"))
-    assert ears <= {"127.0.0.1", "::1"}, f"Ray listens on {ears}"
+    assert ears and ears <= {"127.0.0.1", "::1"}, f"Ray listens on {ears}"
     assert not build_histories(source, out)["made"].any()
