@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['log', 'GRANULARITIES', 'EXTRACTED', 'EXTRACTORS', 'READ_CHARACTERS', 'SENTENCE_CHARACTERS', 'MAX_CANDIDATES',
-           'KEYWORD_CHARACTERS', 'CHAT', 'CHAT_WORDS', 'DATE_WORDS', 'COLUMNS', 'Row', 'UnitsConfig', 'SessionInput',
-           'Event', 'SessionNotes', 'ExtractionError', 'Extractor', 'session_inputs', 'clip_turns', 'split_sentences',
-           'centrality', 'central_summary', 'key_phrases', 'date_in_words', 'resolve_date', 'dated_sentences',
-           'dated_events', 'ExtractiveExtractor', 'time_text', 'rendered_rows', 'dataset_rows', 'extracted_rows',
-           'build_units', 'read_session', 'encode_units', 'build_report', 'plot_lengths', 'UnitView', 'UnitIndex',
-           'run_units', 'units_by_llm', 'report_counts']
+           'KEYWORD_CHARACTERS', 'CHAT', 'CHAT_WORDS', 'DATE_WORDS', 'NOTE_LIBRARIES', 'COLUMNS', 'Row', 'UnitsConfig',
+           'SessionInput', 'Event', 'SessionNotes', 'ExtractionError', 'Extractor', 'session_inputs', 'clip_turns',
+           'split_sentences', 'centrality', 'central_summary', 'key_phrases', 'date_in_words', 'resolve_date',
+           'dated_sentences', 'dated_events', 'content_notes', 'content_address', 'ExtractiveExtractor', 'time_text',
+           'rendered_rows', 'dataset_rows', 'extracted_rows', 'build_units', 'read_session', 'encode_units',
+           'build_report', 'plot_lengths', 'UnitView', 'UnitIndex', 'run_units', 'units_by_llm', 'report_counts']
 
 # %% ../nbs/01_memory_units.ipynb #e444c44a
 import functools
 import hashlib
+import importlib
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,9 +27,10 @@ import numpy as np
 import polars as pl
 from tqdm.auto import tqdm
 
-from .artifacts import Stage, stage_table
+from .artifacts import Stage, function_hash, library_versions, stage_table, write_json
 from .data import turn_text
-from .encoders import Encoder
+from .encoders import Encoder, default_cache_dir, key_of
+from .shards import ShardFolder, compute_kept
 
 # %% ../nbs/01_memory_units.ipynb #b61497f0
 log = logging.getLogger(__name__)
@@ -307,6 +309,24 @@ def dated_events(
     return tuple(events)
 
 # %% ../nbs/01_memory_units.ipynb #e1f56f4b
+def content_notes(
+    turns: Sequence[tuple[str, str]],  # (speaker, text)
+    max_keywords: int,
+    max_summary_sentences: int,
+) -> tuple[str, tuple[str, ...], list[tuple[str, str, tuple[str, ...]]]]:  # summary, key phrases, dated sentences
+    "What the extractive extractor reads in the words of a session, whatever its date."
+    sentences = split_sentences(turns)
+    return central_summary(sentences, max_summary_sentences), key_phrases(turns, max_keywords), dated_sentences(sentences)
+
+
+def content_address(turns: Sequence[tuple[str, str]]) -> str:
+    "sha256 of what was said."
+    return hashlib.sha256(repr(turns).encode("utf-8", "surrogatepass")).hexdigest()
+
+# %% ../nbs/01_memory_units.ipynb #22353b5c
+NOTE_LIBRARIES = ("segtok", "yake", "scikit-learn", "numpy", "scipy")
+
+
 @dataclass
 class ExtractiveExtractor:
     "Notes chosen from the session's own words; no language model."
@@ -314,18 +334,42 @@ class ExtractiveExtractor:
     max_summary_sentences: int = 10
     max_events: int = 12
     name: str = "extractive"
+    kept: bool = True                    # keep what was read of sessions given to `prepare`
+    cache_dir: str | Path | None = None  # None: MEMLOC_CACHE, else ~/.cache/memloc
+    workers: int | None = None           # processes; None: see `memloc.shards.n_workers`
+    progress: bool = True
     _known: dict[str, tuple] = field(default_factory=dict, repr=False)
+
+    @property
+    def settings(self) -> dict:
+        "Everything that changes what is read in a session's words."
+        return {"extractor": self.name, "max_keywords": self.max_keywords, "max_summary_sentences": self.max_summary_sentences,
+                "code": function_hash(content_notes), "versions": library_versions(NOTE_LIBRARIES)}
+
+    @property
+    def folder(self) -> Path:
+        "Where notes with these settings are kept."
+        return Path(self.cache_dir or default_cache_dir()) / "notes" / key_of(self.settings)
+
+    def prepare(self, sessions: Iterable[SessionInput]) -> None:
+        "Read many sessions: from disk, or on several cores and kept."
+        in_module = importlib.import_module("memloc.memory_units").content_notes
+        same = function_hash(in_module) == self.settings["code"]
+        read = functools.partial(in_module if same else content_notes, max_keywords=self.max_keywords,
+                                 max_summary_sentences=self.max_summary_sentences)
+        wanted = {content_address(session.turns): session.turns for session in sessions}
+        if self.kept and not (self.folder / "settings.json").exists():
+            write_json(self.settings, self.folder / "settings.json")
+        found = compute_kept(read, {one: turns for one, turns in wanted.items() if one not in self._known},
+                             ShardFolder(self.folder) if self.kept else None, self.workers if same else 1, "extract", self.progress)
+        self._known |= {one: (summary, tuple(keywords), [(speaker, text, tuple(words)) for speaker, text, words in dated])
+                        for one, (summary, keywords, dated) in found.items()}
 
     def notes(self, session: SessionInput) -> SessionNotes:
         "Summary, key phrases and events of one session."
-        content = hashlib.sha256(repr(session.turns).encode("utf-8", "surrogatepass")).hexdigest()
+        content = content_address(session.turns)
         if content not in self._known:
-            sentences = split_sentences(session.turns)
-            self._known[content] = (
-                central_summary(sentences, self.max_summary_sentences),
-                key_phrases(session.turns, self.max_keywords),
-                dated_sentences(sentences),
-            )
+            self._known[content] = content_notes(session.turns, self.max_keywords, self.max_summary_sentences)
         summary, keywords, dated = self._known[content]
         return SessionNotes(summary, keywords, dated_events(dated, session.date, self.max_events))
 
@@ -414,7 +458,7 @@ def build_units(
         rows += dataset_rows(annotations)
         given = set(annotations.select("conversation_id", "kind").unique().iter_rows())
     if config.extractor != "dataset":
-        extractor = extractor or ExtractiveExtractor(config.max_keywords, config.max_summary_sentences, config.max_events)
+        extractor = extractor or ExtractiveExtractor(config.max_keywords, config.max_summary_sentences, config.max_events, progress=progress)
         owners = dict(sessions.select("session_id", "conversation_id").iter_rows())
         wanted = [session for session in session_inputs(sessions, turns, config.captions)
                   if session.turns and any((owners[session.session_id], view) not in given for view in EXTRACTED)]
@@ -561,6 +605,7 @@ def run_units(
         else:
             texts = build_units(sessions, turns, annotations, config)
         units, vectors = encode_units(texts, encoder)
+        encoder.say_totals()
         report = build_report(units, sessions.height, encoder)
         stage.table("units", units, sort_by=["unit_id", "member"])
         stage.array("vectors", vectors)

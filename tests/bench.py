@@ -235,6 +235,43 @@ def bench_incremental(sizes) -> None:
     bench_growth(sizes, 32, 4, 6)
 
 
+def encoding_flops(lengths: np.ndarray, weights: int, layers: int, dim: int) -> float:
+    "Multiplications and additions that texts of these token counts need, without padding: matrices and attention."
+    return float(2*weights*lengths.sum() + layers*4*dim*(lengths.astype(np.float64)**2).sum())
+
+
+def bench_encoding(run: str, n_texts: int = 600) -> None:
+    "Tokens a second, share of what the cores can do, and what sorting and reading nothing twice are worth."
+    import torch
+
+    from memloc.encoders import Encoder, encode_chunk
+
+    encoder = Encoder(stage_manifest(run, "units")["settings"]["encoder"])
+    texts = stage_table(run, "units", "units").filter(pl.col("granularity").is_in(["turn", "event", "keyword"]))["text"].to_list()
+    given = [texts[i] for i in np.random.default_rng(0).permutation(len(texts))[:n_texts]]
+    unique = list(dict.fromkeys(texts))
+    mixed = list(dict.fromkeys(given))
+    lengths = np.minimum(encoder.n_tokens(mixed), encoder.max_length)
+    in_order = [mixed[i] for i in np.argsort(-lengths, kind="stable")]
+    size = 2_048
+    matrix = torch.rand(size, size)
+    encode_chunk(encoder, mixed[:32])  # loads the model
+    sgemm_s, _ = seconds(lambda: matrix @ matrix)
+    sorted_s, _ = seconds(lambda: encode_chunk(encoder, in_order), 2)
+    mixed_s, _ = seconds(lambda: encode_chunk(encoder, mixed), 2)
+    parameters = dict(encoder.model.named_parameters())
+    weights = sum(value.numel() for name, value in parameters.items() if "embeddings" not in name)
+    layers = len({name.partition("layer.")[2].partition(".")[0] for name in parameters if "layer." in name})
+    done = encoding_flops(lengths, weights, layers, encoder.dim)/sorted_s/1e9
+    peak = 2*size**3/sgemm_s/1e9
+    tokens = int(lengths.sum())
+    print(f"encoding {len(mixed)} texts, {tokens} tokens, {torch.get_num_threads()} threads: {tokens/sorted_s:.0f} tokens/s, {done:.0f} GFLOP/s "
+          f"= {100*done/peak:.0f} % of sgemm's {peak:.0f}")
+    print(f"encoding: order as it comes / sorted by length = {mixed_s/sorted_s:.2f} times the time")
+    counts = dict(zip(unique, np.minimum(encoder.n_tokens(unique), encoder.max_length), strict=True))
+    print(f"encoding: tokens of all {len(texts)} texts / of the {len(unique)} different ones = {sum(counts[one] for one in texts)/sum(counts.values()):.2f}")
+
+
 if __name__ == "__main__":
     import warnings
 
@@ -252,4 +289,5 @@ if __name__ == "__main__":
     print(f"{stage_manifest(run, 'data')['settings']['dataset']} in {run}, commit {git_commit()}")
     for preset in ("paper", "released", "memloc"):
         bench_mixture_and_walk(run, preset)
+    bench_encoding(run)
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024:.0f} MiB")

@@ -244,6 +244,21 @@ def test_truncation_is_warned_about(tmp_path, caplog):
     assert not caplog.text
 
 
+def test_the_cut_is_said_once_and_in_all_at_the_end(tmp_path, caplog):
+    encoder = Encoder(cache_dir=tmp_path)
+    with caplog.at_level(logging.WARNING):
+        for n in range(5):
+            encoder.encode([f"{n} " + "word " * 400, f"short {n}"])
+        assert [record.getMessage() for record in caplog.records] == [
+            "minilm reads 256 tokens: 1 of 2 new texts are cut, 36.1% of their tokens are not read (chunk_and_pool reads them)"]
+        encoder.say_totals()
+        encoder.say_totals()  # nothing new to say
+        encoder.encode(["0 " + "word " * 400])  # from the cache: not read again, not cut again
+        encoder.say_totals()
+    assert len(caplog.records) == 2
+    assert "5 of 10 new texts are cut, 36.1% of" in caplog.text
+
+
 def test_chunk_and_pool_is_the_weighted_mean_of_its_windows(tmp_path):
     pooled, plain = Encoder(cache_dir=tmp_path, chunk_and_pool=True), Encoder(cache_dir=tmp_path)
     text = "apple " * 254 + "zebra " * 100
