@@ -193,8 +193,8 @@ def code_hash(
             continue
         source = (package/f"{name}.py").read_text("utf-8")
         found[name] = hashlib.sha256(source.encode()).hexdigest()
-        imports = [each.module for each in ast.parse(source).body if isinstance(each, ast.ImportFrom) and each.level == 1 and each.module]
-        left += imports
+        imports = [each for each in ast.parse(source).body if isinstance(each, ast.ImportFrom) and each.module]
+        left += [each.module.removeprefix("memloc.") for each in imports if each.level == 1 or each.module.startswith("memloc.")]
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 # %% ../nbs/parts/artifacts.ipynb #26f132f8

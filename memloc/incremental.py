@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Members', 'CountedTexts', 'count_terms', 'joined_counts', 'bm25_weights', 'TermWeights', 'SharedTerms', 'Candidates',
            'no_candidates', 'carried_over', 'entered', 'row_blocks', 'refill', 'dense_candidates', 'lexical_candidates',
-           'aggregate_blocks', 'StoredSession', 'checked_members', 'counted_members', 'stored_session',
-           'IncrementalIndex', 'SearchState', 'fit_lists', 'edges_of', 'refreshed', 'view_scores', 'session_members']
+           'StoredSession', 'checked_members', 'counted_members', 'stored_session', 'IncrementalIndex', 'SearchState',
+           'fit_lists', 'edges_of', 'refreshed', 'view_scores', 'session_members']
 
 # %% ../nbs/parts/incremental.ipynb #14dd56fd
 import math
@@ -24,7 +24,7 @@ from memloc.graph_ppr import (
     temporal_edges)
 from .lexical import LexicalSettings, terms
 from .memory_units import GRANULARITIES, UnitIndex
-from .routing import RoutingSettings, View, node_vectors, parse_view, routing_preset, stack_views
+from .routing import RoutingSettings, View, aggregate, node_vectors, parse_view, routing_preset, stack_views
 
 # %% ../nbs/parts/incremental.ipynb #1030a300
 @dataclass(frozen=True)
@@ -246,26 +246,6 @@ def lexical_candidates(
         lists.previous[later] = similarity[later - rows[0], later - 1]
     return lists
 
-# %% ../nbs/parts/incremental.ipynb #ad5282e4
-def aggregate_blocks(
-    scores: np.ndarray,  # member scores, shape (n_queries, n_members)
-    indptr: np.ndarray,  # members of session i are indptr[i]:indptr[i + 1], shape (n_sessions + 1,)
-    how: str,            # "mean", "max" or "top"
-    top: int = 0,        # for "top"
-) -> np.ndarray:         # shape (n_queries, n_sessions), NaN where a session has no member
-    "What `aggregate` computes, for all sessions of one size at once."
-    sizes = np.diff(indptr)
-    out = np.full((len(scores), len(sizes)), np.nan)
-    for size in np.unique(sizes[sizes > 0]):
-        session = np.flatnonzero(sizes == size)
-        places = (indptr[session][:, None] + np.arange(size)).ravel()
-        members = np.take(scores, places, axis=1).reshape(len(scores), len(session), size)
-        if how == "top":
-            keep = min(top, size)
-            members = -np.partition(-members, keep - 1, axis=-1)[..., :keep]
-        out[:, session] = members.max(-1) if how == "max" else members.mean(-1)
-    return out
-
 # %% ../nbs/parts/incremental.ipynb #3bc9dda2
 Members = Mapping[str, tuple[Sequence[str], np.ndarray]]  # granularity -> k texts and vectors of shape (k, dim)
 
@@ -346,6 +326,8 @@ class IncrementalIndex:
             raise ValueError(f"candidates={self.settings.candidates!r}, n_candidates={self.settings.n_candidates}: "
                              f"choose one of {', '.join(CANDIDATES)} and at least 1")
         self.views = tuple(parse_view(name) for name in self.routing.views)
+        if unfit := [view.name for view in self.views if view.scorer not in ("dense", "lexical") or view.aggregation == "window"]:
+            raise ValueError(f"view {unfit[0]!r} is not served by a growing memory; choose dense views and lexical ones of whole texts or best members")
         self.sessions: dict[str, StoredSession] = {}
         self._number_of: dict[str, int] = {}
         self._n_keys, self._dim = 0, None
@@ -496,9 +478,9 @@ def view_scores(
     if view.scorer == "dense" and view.aggregation == "centroid":
         return query_vectors @ state.nodes[name].T
     if view.scorer == "dense":
-        return aggregate_blocks(query_vectors @ state.vectors[name].T, state.indptr[name], view.aggregation, view.top)
+        return aggregate(query_vectors @ state.vectors[name].T, state.indptr[name], view.aggregation, view.top)
     if view.aggregation == "max":
-        return aggregate_blocks(state.words[f"{name}:max"].scores(asked), state.indptr[name], "max")
+        return aggregate(state.words[f"{name}:max"].scores(asked), state.indptr[name], "max")
     return np.where(state.present[view.name], state.words["+".join(view.granularities)].scores(asked), np.nan)
 
 # %% ../nbs/parts/incremental.ipynb #8e632fbb

@@ -77,14 +77,16 @@ def aggregate(
         raise ValueError(f"how={how!r}, top={top}: use 'mean', 'max', or 'top' with top >= 1")
     if not len(indptr) or indptr[0] != 0 or indptr[-1] != scores.shape[1] or (np.diff(indptr) < 0).any():
         raise ValueError(f"indptr must rise from 0 to the number of members, {scores.shape[1]}; got {np.asarray(indptr).tolist()[:8]}")
-    n_sessions = len(indptr) - 1
-    out = np.full((len(scores), n_sessions), np.nan, dtype=np.float64)
-    for session in np.flatnonzero(np.diff(indptr)):
-        members = scores[:, indptr[session]:indptr[session + 1]]
+    sizes = np.diff(indptr)
+    out = np.full((len(scores), len(sizes)), np.nan)
+    for size in np.unique(sizes[sizes > 0]):  # sessions with equally many members are one block
+        session = np.flatnonzero(sizes == size)
+        places = (np.asarray(indptr)[session][:, None] + np.arange(size)).ravel()
+        members = np.take(scores, places, axis=1).reshape(len(scores), len(session), size)
         if how == "top":
-            keep = min(top, members.shape[1])
-            members = -np.partition(-members, keep - 1, axis=1)[:, :keep]
-        out[:, session] = members.max(1) if how == "max" else members.mean(1)
+            keep = min(top, size)
+            members = -np.partition(-members, keep - 1, axis=-1)[..., :keep]
+        out[:, session] = members.max(-1) if how == "max" else members.mean(-1)
     return out
 
 # %% ../nbs/02_routing.ipynb #705ac233

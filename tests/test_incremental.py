@@ -24,10 +24,17 @@ from memloc.graph_ppr import (
     spread,
     transition_matrix,
 )
-from memloc.incremental import IncrementalIndex, aggregate_blocks, session_members
+from memloc.incremental import IncrementalIndex, session_members
 from memloc.lexical import terms
 from memloc.memory_units import GRANULARITIES, UnitIndex, build_units
-from memloc.routing import aggregate, conversation_similarities, ranking_table, routing_preset, stack_views
+from memloc.routing import (
+    RoutingSettings,
+    aggregate,
+    conversation_similarities,
+    ranking_table,
+    routing_preset,
+    stack_views,
+)
 
 DAY = datetime(2024, 3, 1)
 WORDS = ["harbour", "violin", "brake", "sourdough", "glacier", "lantern", "Nora", "Dev", "the", "painted", "paints", "2019"]
@@ -215,7 +222,25 @@ def test_selection_equals_sorting(seed, n, k, missing, dtype, candidates):
 def test_blocks_of_sessions_equal_the_walk_over_sessions(seed, sizes, n_queries, how, top, dtype):
     indptr = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     scores = np.random.default_rng(seed).normal(size=(n_queries, indptr[-1])).astype(dtype)
-    np.testing.assert_array_equal(aggregate_blocks(scores, indptr, how, top), aggregate(scores, indptr, how, top))
+    np.testing.assert_array_equal(aggregate(scores, indptr, how, top), plain_aggregate(scores, indptr, how, top))
+
+
+def plain_aggregate(scores, indptr, how, top):
+    "One session after another."
+    out = np.full((len(scores), len(indptr) - 1), np.nan)
+    for session in np.flatnonzero(np.diff(indptr)):
+        members = scores[:, indptr[session]:indptr[session + 1]]
+        if how == "top":
+            keep = min(top, members.shape[1])
+            members = -np.partition(-members, keep - 1, axis=1)[:, :keep]
+        out[:, session] = members.max(1) if how == "max" else members.mean(1)
+    return out
+
+
+@pytest.mark.parametrize("view", ["topic:turn:top2", "token:turn:max", "date", "lexical:turn:window"])
+def test_views_that_need_the_questions_or_neighbours_are_refused(view):
+    with pytest.raises(ValueError, match=f"view {view!r} is not served"):
+        IncrementalIndex(RoutingSettings(("turn:max", view)))
 
 
 def test_edge_table_lists_every_edge_in_its_order():
