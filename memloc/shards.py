@@ -99,7 +99,7 @@ class ShardFolder:
         self._learn(path.name, addresses)
         self._hold(path.name, np.asarray(values))
 
-    def _fetch(self, wanted: Sequence[str], again: bool = True) -> dict[str, np.ndarray]:
+    def _fetch(self, wanted: Sequence[str], tries: int = 20) -> dict[str, np.ndarray]:
         "Values of addresses in the index."
         found, by_shard = {}, {}
         for one in wanted:
@@ -111,7 +111,7 @@ class ShardFolder:
                 found |= {one: values[row] for one, row in rows}
         except FileNotFoundError:  # another process merged it, or somebody deleted it
             self.refresh()
-            return self._fetch(wanted, False) if again else found
+            return self._fetch(wanted, tries - 1) if tries else found
         return found
 
     def _shard(self, name: str) -> np.ndarray:
@@ -145,8 +145,21 @@ class ShardFolder:
 
     def refresh(self) -> None:
         "Bring the index up to the files that are there."
-        names = {path.name for path in self.folder.glob("*.parquet") if not path.name.startswith(".")}
-        if gone := self._n_rows.keys() - names:
+        names, before = self._listed(), None
+        while names != before or not names <= self._n_rows.keys():  # a listing can miss both a merged shard and its heir
+            self._read_index(names)
+            names, before = self._listed(), names
+
+    def _listed(self) -> set[str]:
+        return {path.name for path in self.folder.glob("*.parquet") if not path.name.startswith(".")}
+
+    def _read_index(self, names: set[str]) -> None:
+        "Forget shards that are gone and read the addresses of new ones."
+        gone = self._n_rows.keys() - names
+        if gone & self._repeats:  # an address of theirs may stand in a shard that is still there: learn all anew
+            gone = set(self._n_rows)
+            self._repeats.clear()
+        if gone:
             self._place = {one: place for one, place in self._place.items() if place[0] not in gone}
             for name in gone:
                 del self._n_rows[name]
@@ -168,7 +181,7 @@ class ShardFolder:
             try:
                 yield name, pl.read_parquet(self.folder/name, columns=[0], memory_map=False).to_series().to_list()
             except FileNotFoundError:
-                continue  # merged meanwhile; the next look finds its rows
+                continue  # merged meanwhile: the index is read again
             except Exception as error:
                 raise damaged(self.folder/name, type(error).__name__) from error
 
@@ -181,9 +194,18 @@ class ShardFolder:
 
     def merge(self) -> int:  # shards that went
         "Join small shards that have been left alone for a while."
+        from filelock import FileLock, Timeout
+
         small = list(self._small())
         if len(small) <= self.n_small:
             return 0
+        try:
+            with FileLock(self.folder/".merge.lock", timeout=0):
+                return self._merge_all(small)
+        except Timeout:  # another process merges this folder
+            return 0
+
+    def _merge_all(self, small: Sequence[tuple[str, int]]) -> int:
         groups: list[list[str]] = [[]]
         total = 0
         for name, n in small:

@@ -134,6 +134,16 @@ def test_a_damaged_shard_names_the_file_and_the_remedy(tmp_path):
     assert ShardFolder(tmp_path).get(["a"]) == {}
 
 
+def test_a_row_in_two_shards_outlives_one_of_them(tmp_path):
+    reader = ShardFolder(tmp_path)
+    first, second = write_texts(tmp_path, ["a", "b"], ["1", "2"]), write_texts(tmp_path, ["a", "c"], ["1", "3"])
+    assert reader.get(["a", "b", "c"]) == {"a": "1", "b": "2", "c": "3"}
+    for gone, left in ((first, {"a": "1", "c": "3"}), (second, {})):
+        gone.unlink()
+        reader.refresh()
+        assert reader.get(["a", "c"]) == left
+
+
 def read_and_merge(folder: str, writer: int) -> None:
     cache = ShardFolder(folder, n_small=3, age=0)
     for part in range(25):
