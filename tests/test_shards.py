@@ -18,7 +18,7 @@ from memloc import encoders, memory_units, shards
 from memloc.artifacts import function_hash
 from memloc.encoders import VectorCache
 from memloc.memory_units import ExtractiveExtractor, SessionInput, build_units, content_notes
-from memloc.shards import ShardFolder, compute_kept, n_workers, read_texts
+from memloc.shards import ShardFolder, compute_kept, n_workers, read_texts, write_texts
 
 
 def texts(*values: str) -> np.ndarray:
