@@ -429,14 +429,17 @@ def run_routing(
     encoder, speakers = run_encoder(run_dir), speakers_of(stage_table(run_dir, "data", "turns"))
     query_vectors = encoder.encode(questions["question"].to_list())
     reader = PieceReader(encoder)
-    encode = encoder.encode if any(parse_view(view).scorer == "topic" for view in views) else None
+    scorers = {parse_view(view).scorer for view in views}
+    encode = encoder.encode if "topic" in scorers else None
     scores, weights, rankings = [], [], []
     groups = questions.with_row_index("row").partition_by("conversation_id", as_dict=True, maintain_order=True)
     for (conversation_id,), asked in tqdm(groups.items(), desc="routing", disable=None):
         session_ids, dates = (column.to_list() for column in
                               sessions.filter(pl.col("conversation_id") == conversation_id).select("session_id", "date"))
         texts, ids = asked["question"].to_list(), asked["question_id"].to_list()
-        about = read_questions(texts, asked["date"].to_list(), speakers.get(conversation_id, []), dates, encode)
+        about = None
+        if scorers & {"topic", "token", "date"}:
+            about = read_questions(texts, asked["date"].to_list(), speakers.get(conversation_id, []), dates, encode)
         similarities = conversation_similarities(units, conversation_id, texts, query_vectors[asked["row"].to_numpy()], views, about, reader)
         scores.append(score_table(ids, session_ids, similarities))
         for system, settings in systems.items():
